@@ -1,0 +1,94 @@
+"""A model before it has arrays: every parameter as a `Spec` of shape, dtype, logical axes and initialiser.
+
+`Model(cfg)` builds a tree of Specs. Initialisation, loading, sharding, adapters, quantisation and memory planning are
+functions of that one tree, so what is planned is what is run.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One parameter array to come. Not a pytree: it is a leaf of the blueprint.
+
+    shape: with a leading axis "repeats" once stacked by `stack`.
+    axes: the logical name of every dimension, what sharding rules match on.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...]
+    init: Initializer
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"shape {self.shape} has {len(self.shape)} dimensions, axes {self.axes} name {len(self.axes)}")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def normal(std: float) -> Initializer:
+    """N(0, std^2), drawn in float32."""
+    return lambda key, shape, dtype: (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def constant(value: float) -> Initializer:
+    return lambda key, shape, dtype: jnp.full(shape, value, dtype)
+
+
+def uniform(low: float, high: float) -> Initializer:
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, jnp.float32, low, high).astype(dtype)
+
+
+def log_uniform(low: float, high: float) -> Initializer:
+    """log of U(low, high): the release's initialisation of A_log."""
+    return lambda key, shape, dtype: jnp.log(jax.random.uniform(key, shape, jnp.float32, low, high)).astype(dtype)
+
+
+def random_bytes(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Uniform bytes: every e2m1 nibble equally likely."""
+    return jax.random.bits(key, shape, jnp.uint8).astype(dtype)
+
+
+def is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, Spec)
+
+
+def init(blueprint: Any, key: jax.Array) -> Any:
+    """Replace every Spec by an array drawn from its initialiser; leaves that are arrays already are kept."""
+    leaves, treedef = jax.tree.flatten(blueprint)
+    keys = jax.random.split(key, max(len(leaves), 1))
+    return treedef.unflatten(
+        [s.init(k, s.shape, jnp.dtype(s.dtype)) if is_spec(s) else s for s, k in zip(leaves, keys, strict=True)]
+    )
+
+
+def abstract(blueprint: Any) -> Any:
+    """The same tree with `jax.ShapeDtypeStruct` leaves, for tracing and ahead-of-time compilation."""
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)) if is_spec(s) else jax.typeof(s), blueprint
+    )
+
+
+def stack(blueprint: Any, repeats: int) -> Any:
+    """The blueprint of `repeats` copies of a module, each leaf with a leading "repeats" axis. 1 leaves it unchanged."""
+    if repeats == 1:
+        return blueprint
+    return jax.tree.map(
+        lambda s: dataclasses.replace(s, shape=(repeats, *s.shape), axes=("repeats", *s.axes), init=_stacked(s.init)),
+        blueprint,
+    )
+
+
+def _stacked(one: Initializer) -> Initializer:
+    return lambda key, shape, dtype: jax.vmap(lambda k: one(k, shape[1:], dtype))(jax.random.split(key, shape[0]))

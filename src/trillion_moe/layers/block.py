@@ -1,0 +1,107 @@
+"""One decoder layer: attention and feed-forward, each behind a norm, without the residual that joins them."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trillion_moe.blueprint import Spec, constant
+from trillion_moe.config import ModelConfig
+from trillion_moe.layers import Tap, real_tokens, tap_into
+from trillion_moe.layers.kda import KDA, KDACache
+from trillion_moe.layers.mla import MLA, MLACache
+from trillion_moe.layers.mlp import GatedMLP
+from trillion_moe.layers.moe import MoE
+from trillion_moe.layers.norm import rms_norm
+from trillion_moe.layers.residual import AttnRes
+
+LayerCache = KDACache | MLACache | None
+Aux = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What kind of layer: two layers of one LayerSpec have parameters of the same shapes."""
+
+    attention: Literal["kda", "mla"]
+    ffn: Literal["dense", "moe"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Where the tokens of this call stand. None means: one document a row, no padding, nothing cached.
+
+    segments_BT: document of each new token, 0 = padding at the end of the row.
+    slots_BT: position of each new token in the cache.
+    key_segments_BS: document of each cached position, the new tokens included.
+    cached_segment_B: document to which the cached states belong.
+    """
+
+    segments_BT: jax.Array | None = None
+    slots_BT: jax.Array | None = None
+    key_segments_BS: jax.Array | None = None
+    cached_segment_B: jax.Array | None = None
+
+    def visible(self, shape: tuple[int, int]):
+        """Causal and within the document: a function from query positions to bool ``[B, t, S]``."""
+        slots_BT = jnp.broadcast_to(jnp.arange(shape[1]), shape) if self.slots_BT is None else self.slots_BT
+        segments_BT = jnp.ones(shape, jnp.int32) if self.segments_BT is None else self.segments_BT
+        keys_BS = segments_BT if self.key_segments_BS is None else self.key_segments_BS
+
+        def of(queries) -> jax.Array:
+            q_slots_Bt1, q_segments_Bt1 = slots_BT[:, queries, None], segments_BT[:, queries, None]
+            causal = jnp.arange(keys_BS.shape[1]) <= q_slots_Bt1
+            return causal & (keys_BS[:, None] == q_segments_Bt1) & (q_segments_Bt1 > 0)
+
+        return of
+
+
+class Block(nnx.Module):
+    """norm -> KDA or MLA, norm -> dense MLP or MoE, and the two attention-residual mixes where the model has them."""
+
+    attn_norm: nnx.Data[object]
+    attention: nnx.Data[object]
+    ffn_norm: nnx.Data[object]
+    ffn: nnx.Data[object]
+    attn_res: nnx.Data[object]
+    ffn_res: nnx.Data[object]
+
+    def __init__(self, cfg: ModelConfig, kind: LayerSpec, *, dtype: str):
+        d = cfg.hidden_size
+        self.kind = kind
+        self.attn_norm = Spec((d,), dtype, ("embed",), constant(1.0))
+        self.attention = KDA(cfg, dtype=dtype) if kind.attention == "kda" else MLA(cfg, dtype=dtype)
+        self.ffn_norm = Spec((d,), dtype, ("embed",), constant(1.0))
+        self.ffn = MoE(cfg, dtype=dtype) if kind.ffn == "moe" else GatedMLP(cfg, cfg.dense_hidden_size, dtype=dtype)
+        has_res = cfg.attn_res_block is not None
+        self.attn_res = AttnRes(cfg, dtype=dtype) if has_res else None
+        self.ffn_res = AttnRes(cfg, dtype=dtype) if has_res else None
+
+    def empty_cache(self, cfg: ModelConfig, batch: int, capacity: int, dtype) -> LayerCache:
+        if isinstance(self.attention, KDA):
+            return self.attention.empty_cache(cfg, batch, dtype)
+        return self.attention.empty_cache(cfg, batch, capacity, dtype)
+
+    def attend(self, h_BTD, ctx: Context, cache: LayerCache, cfg: ModelConfig, tap: Tap = None):
+        """-> attention output ``[B, T, D]``, updated cache."""
+        x_BTD = rms_norm(h_BTD, self.attn_norm, cfg.rms_norm_eps)
+        if isinstance(self.attention, KDA):
+            out_BTD, cache = self.attention(x_BTD, ctx.segments_BT, cfg, cache, ctx.cached_segment_B, tap)
+        else:
+            out_BTD, cache = self.attention(x_BTD, ctx.visible(x_BTD.shape[:2]), cfg, cache, ctx.slots_BT)
+        tap_into(tap, attn_in=h_BTD, attn_out=out_BTD)
+        return out_BTD, cache
+
+    def feed(self, h_BTD, ctx: Context, cfg: ModelConfig, tap: Tap = None) -> tuple[jax.Array, Aux]:
+        """-> feed-forward output ``[B, T, D]``, and for a MoE its ``expert_counts`` int32 [E]."""
+        x_BTD = rms_norm(h_BTD, self.ffn_norm, cfg.rms_norm_eps)
+        if isinstance(self.ffn, MoE):
+            out_BTD, counts_E = self.ffn(x_BTD, real_tokens(ctx.segments_BT, x_BTD.shape[:2]), cfg, tap)
+            aux = {"expert_counts": counts_E}
+        else:
+            out_BTD, aux = self.ffn(x_BTD, cfg), {}
+        tap_into(tap, ffn_in=h_BTD, ffn_out=out_BTD)
+        return out_BTD, aux

@@ -1,0 +1,333 @@
+"""Kimi K3 and Kimi Linear: the decoder, its vision tower, and the pure functions over them.
+
+A `Model` is a blueprint when built and a value once filled (`blueprint.init`, `checkpoint.load`): `jax.jit`,
+`jax.grad`, `lax.scan` and Optax take it as it is, and nothing here changes it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from trillion_moe.blueprint import Spec, constant, normal, stack
+from trillion_moe.config import ModelConfig
+from trillion_moe.layers.block import Block, Context, LayerSpec
+from trillion_moe.layers.depth import Run, attention_residuals, residual_stream
+from trillion_moe.layers.mla import MLACache
+from trillion_moe.layers.norm import rms_norm
+from trillion_moe.layers.residual import AttnRes
+from trillion_moe.layers.vision import ImageBatch, Projector, VisionTower, splice
+from trillion_moe.ops import accumulator, dot
+
+SCAN_ABOVE = 16  # layers; a shallower model is unrolled, which runs faster and still compiles in seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """`layers` run one after the other, the whole `repeats` times (then with stacked parameters, under a scan)."""
+
+    layers: tuple[LayerSpec, ...]
+    repeats: int
+
+
+def plan(cfg: ModelConfig, *, scan: bool | None = None) -> tuple[Segment, ...]:
+    """Depth as data. With attention residuals a repeat is one residual block; else the shortest repeating run of layers.
+
+    scan: stack what repeats; None decides by depth (more than SCAN_ABOVE layers).
+    """
+    kinds = tuple(LayerSpec(a, f) for a, f in zip(cfg.attention, cfg.mlp, strict=True))
+    scan = len(kinds) > SCAN_ABOVE if scan is None else scan
+    if cfg.attn_res_block is None:
+        return tuple(_runs(kinds)) if scan else (Segment(kinds, 1),)
+    size, segments = cfg.attn_res_block, []
+    for block in (kinds[i : i + size] for i in range(0, len(kinds), size)):
+        if scan and segments and segments[-1].layers == block:
+            segments[-1] = Segment(block, segments[-1].repeats + 1)
+        else:
+            segments.append(Segment(block, 1))
+    return tuple(segments)
+
+
+def _runs(kinds: tuple[LayerSpec, ...]) -> list[Segment]:
+    """Cut into runs: at each layer the period (at most 8 layers) whose repetition covers most, the shortest on a tie."""
+    segments, i = [], 0
+    while i < len(kinds):
+        best = (1, -1, 1)  # layers covered, -period, repeats
+        for period in range(1, min(8, len(kinds) - i) + 1):
+            repeats = 1
+            while kinds[i : i + period] == kinds[i + repeats * period : i + (repeats + 1) * period]:
+                repeats += 1
+            if repeats > 1:
+                best = max(best, (repeats * period, -period, repeats))
+        segments.append(Segment(kinds[i : i - best[1]], best[2]))
+        i += best[0]
+    return segments
+
+
+class Model(nnx.Module):
+    """embed ``[V, D]``, the layers by segment, final mix and norm, head ``[D, V]`` (None when tied), vision.
+
+    config, plan and dtype are static. `dtype` is that of the parameters that are not float32 by definition, and of the
+    activations.
+    """
+
+    embed: nnx.Data[object]
+    segments: nnx.Data[object]
+    out_res: nnx.Data[object]
+    norm: nnx.Data[object]
+    head: nnx.Data[object]
+    vision: nnx.Data[object]
+    projector: nnx.Data[object]
+
+    def __init__(self, cfg: ModelConfig, *, dtype: str | None = None, plan: tuple[Segment, ...] | None = None):
+        dtype = dtype or cfg.dtype
+        self.config, self.dtype = cfg, dtype
+        self.plan = _default_plan(cfg) if plan is None else plan
+        d, v, std = cfg.hidden_size, cfg.vocab_size, normal(cfg.initializer_range)
+        self.embed = Spec((v, d), dtype, ("vocab", "embed"), std)
+        self.segments = tuple(
+            tuple(stack(Block(cfg, kind, dtype=dtype), segment.repeats) for kind in segment.layers) for segment in self.plan
+        )
+        self.out_res = AttnRes(cfg, dtype=dtype) if cfg.attn_res_block is not None else None
+        self.norm = Spec((d,), dtype, ("embed",), constant(1.0))
+        self.head = None if cfg.tie_embeddings else Spec((d, v), dtype, ("embed", "vocab"), std)
+        self.vision = VisionTower(cfg, dtype=dtype) if cfg.vision is not None else None
+        self.projector = Projector(cfg, dtype=dtype) if cfg.vision is not None else None
+
+
+_default_plan = plan  # `plan` is also the name of an argument and an attribute of Model
+
+
+def layer_places(model_plan: tuple[Segment, ...]) -> list[tuple[int, int, int | None]]:
+    """For every layer in order: its segment, its place in it, and its repeat (None in a segment that does not repeat)."""
+    places = []
+    for s, segment in enumerate(model_plan):
+        for r in range(segment.repeats):
+            places += [(s, j, None if segment.repeats == 1 else r) for j in range(len(segment.layers))]
+    return places
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Caches:
+    """All that a later call needs of the tokens so far.
+
+    layers: per segment and layer a KDACache or MLACache, stacked where the segment repeats.
+    segments: int32 [B, S], document of each cached position (0 = free); S is the capacity.
+    length: int32 [B], positions in use. segment: int32 [B], document that a row is in.
+    """
+
+    layers: Any
+    segments: jax.Array
+    length: jax.Array
+    segment: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        return self.segments.shape[1]
+
+
+def init_caches(model: Model, batch: int, capacity: int) -> Caches:
+    """Empty caches for `batch` rows of at most `capacity` tokens, activations in the model's dtype, states in float32."""
+    cfg, dtype = model.config, activation_dtype(model)
+
+    def one(block: Block, repeats: int):
+        empty = block.empty_cache(cfg, batch, capacity, dtype)
+        return empty if repeats == 1 else jax.tree.map(lambda a: jnp.zeros((repeats, *a.shape), a.dtype), empty)
+
+    layers = tuple(
+        tuple(one(block, segment.repeats) for block in blocks)
+        for blocks, segment in zip(model.segments, model.plan, strict=True)
+    )
+    return Caches(layers, jnp.zeros((batch, capacity), jnp.int32), *(jnp.zeros(batch, jnp.int32),) * 2)
+
+
+def grow(caches: Caches, capacity: int) -> Caches:
+    """The same caches with room for `capacity` positions."""
+    more = capacity - caches.capacity
+    if more <= 0:
+        return caches
+
+    def pad(cache):
+        if not isinstance(cache, MLACache):
+            return cache
+        return jax.tree.map(lambda a: jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, more), (0, 0)]), cache)
+
+    layers = jax.tree.map(pad, caches.layers, is_leaf=lambda c: isinstance(c, MLACache))
+    return dataclasses.replace(caches, layers=layers, segments=jnp.pad(caches.segments, ((0, 0), (0, more))))
+
+
+def activation_dtype(model: Model) -> jnp.dtype:
+    return jnp.dtype(model.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Compaction:
+    """Padding moved to the end of every row (order kept), and back. None without segments: nothing moves."""
+
+    order_BT: jax.Array | None
+
+    @classmethod
+    def of(cls, segments_BT: jax.Array | None) -> "Compaction":
+        return cls(None if segments_BT is None else jnp.argsort(segments_BT == 0, axis=1, stable=True))
+
+    def forth(self, x_BT: jax.Array) -> jax.Array:
+        return x_BT if self.order_BT is None else _take(x_BT, self.order_BT)
+
+    def back(self, x_BT: jax.Array) -> jax.Array:
+        return x_BT if self.order_BT is None else _take(x_BT, jnp.argsort(self.order_BT, axis=1))
+
+
+def _take(x_BT: jax.Array, index_BT: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x_BT, index_BT.reshape(*index_BT.shape, *(1,) * (x_BT.ndim - 2)), axis=1)
+
+
+def embed(model: Model, tokens_BT: jax.Array, images: ImageBatch | None = None, tap: dict | None = None) -> jax.Array:
+    """Token embeddings with the projected image features at the placeholders, in order -> ``[B, T, D]``."""
+    x_BTD = model.embed[tokens_BT].astype(activation_dtype(model))
+    if images is None:
+        return x_BTD
+    features_MD = model.projector(model.vision(images, model.config, tap), model.config, tap)
+    return splice(x_BTD, tokens_BT, features_MD.astype(x_BTD.dtype), model.config.media_id)
+
+
+def trunk(
+    model: Model, x_BTD, segments_BT=None, caches: Caches | None = None, *, remat: bool = False, tracing: bool = False
+):
+    """Embeddings to final hidden states, for rows whose padding stands at the end.
+
+    -> hidden ``[B, T, D]`` after the final norm, caches (None if none given), aux per layer, final mix ``[B, T, D]``.
+    A row whose tokens do not fit the caches comes out as NaN.
+    """
+    cfg = model.config
+    run = Run(cfg, tuple(s.repeats for s in model.plan), tracing=tracing, remat=remat and caches is None)
+    ctx, caches, fits_B = _context(x_BTD.shape[:2], segments_BT, caches)
+    layers = None if caches is None else caches.layers
+    if cfg.attn_res_block is None:
+        x_BTD, layers, aux = residual_stream(model.segments, x_BTD, ctx, layers, run)
+        bank = None
+    else:
+        bank, layers, aux = attention_residuals(model.segments, x_BTD, ctx, layers, run)
+        mix = partial(model.out_res, last=bank.shape[0] - 1, prefix_BTD=None, eps=cfg.rms_norm_eps)
+        x_BTD = (jax.checkpoint(mix) if run.remat else mix)(bank)
+    if caches is not None:
+        caches = dataclasses.replace(caches, layers=layers)
+        x_BTD = jnp.where(fits_B[:, None, None], x_BTD, jnp.nan)
+    aux = [_at(aux[s][j], r) for s, j, r in layer_places(model.plan)]
+    return rms_norm(x_BTD, model.norm, cfg.rms_norm_eps), caches, aux, (x_BTD, bank)
+
+
+def _at(tree, repeat: int | None):
+    return tree if repeat is None else jax.tree.map(lambda a: a[repeat], tree)
+
+
+def _context(shape, segments_BT, caches: Caches | None):
+    """Where the new tokens stand, the caches with them entered (layers not yet), and which rows had room."""
+    if caches is None:
+        return Context(segments_BT), None, None
+    if segments_BT is None:
+        segments_BT = jnp.broadcast_to(jnp.maximum(caches.segment, 1)[:, None], shape)
+    segments_BT = segments_BT.astype(jnp.int32)
+    real_BT = segments_BT > 0
+    new_B = jnp.sum(real_BT, axis=1, dtype=jnp.int32)
+    slots_BT = caches.length[:, None] + jnp.arange(shape[1], dtype=jnp.int32)
+    put = jax.vmap(lambda into, at, new: into.at[at].set(new, mode="drop"))
+    keys_BS = put(caches.segments, slots_BT, segments_BT)
+    last_B = jnp.take_along_axis(segments_BT, jnp.maximum(new_B - 1, 0)[:, None], axis=1)[:, 0]
+    started_B = jnp.where(caches.length > 0, caches.segment, segments_BT[:, 0])
+    length_B = caches.length + new_B
+    entered = Caches(caches.layers, keys_BS, length_B, jnp.where(new_B > 0, last_B, caches.segment))
+    return Context(segments_BT, slots_BT, keys_BS, started_B), entered, length_B <= caches.capacity
+
+
+def unembed(model: Model, hidden: jax.Array) -> jax.Array:
+    """``[..., D]`` hidden states to ``[..., V]`` logits in float32."""
+    head = model.embed.T if model.head is None else model.head
+    return dot(hidden, head, dtype=accumulator(hidden.dtype))
+
+
+def forward(model: Model, tokens_BT, *, segments=None, images: ImageBatch | None = None, caches: Caches | None = None):
+    """-> logits float32 ``[B, T, V]``, caches. Positions of padding hold no meaning.
+
+    Without caches, new ones with room for exactly these tokens are made, so that a later call may go on (`grow` them).
+    """
+    caches = init_caches(model, *tokens_BT.shape) if caches is None else caches
+    rows = Compaction.of(segments)
+    segments_BT = None if segments is None else rows.forth(segments)
+    x_BTD = embed(model, rows.forth(tokens_BT), images)
+    hidden_BTD, caches, *_ = trunk(model, x_BTD, segments_BT, caches)
+    return rows.back(unembed(model, hidden_BTD)), caches
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def next_token_targets(model: Model, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """-> targets int32 ``[B, T]`` and which of them count, bool ``[B, T]``.
+
+    A position's target is the next token of its document. Image placeholders are never targets, padding neither;
+    ``batch["loss_mask"]`` (bool [B, T], true where a *token* is supervised) narrows it further.
+    """
+    tokens_BT = batch["tokens"]
+    shift = lambda a: jnp.concatenate([a[:, 1:], jnp.zeros_like(a[:, :1])], axis=1)
+    segments_BT = batch.get("segments")
+    segments_BT = jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
+    targets_BT, next_segments_BT = shift(tokens_BT), shift(segments_BT)
+    counted_BT = (segments_BT > 0) & (next_segments_BT == segments_BT)
+    if model.config.media_id is not None:
+        counted_BT &= targets_BT != model.config.media_id
+    if batch.get("loss_mask") is not None:
+        counted_BT &= shift(batch["loss_mask"].astype(bool))
+    return targets_BT, counted_BT
+
+
+def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean next-token cross-entropy over the counted targets, float32, and metrics.
+
+    batch: ``tokens`` int32 [B, T]; optional ``segments`` int32 [B, T], ``loss_mask`` bool [B, T], ``images`` ImageBatch
+    (placeholders expanded). metrics: ``tokens`` (targets counted, int32), ``accuracy``, ``expert_counts`` int32
+    [MoE layers, E]. remat: recompute layers in the backward pass instead of keeping their intermediates.
+    """
+    rows = Compaction.of(batch.get("segments"))
+    batch = dict(batch) | {k: rows.forth(batch[k]) for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
+    targets_BT, counted_BT = next_token_targets(model, batch)
+    x_BTD = embed(model, batch["tokens"], batch.get("images"))
+    hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
+    total, correct = cross_entropy(model, hidden_BTD, targets_BT, counted_BT)
+    count = jnp.sum(counted_BT, dtype=jnp.int32)
+    counts = [layer["expert_counts"] for layer in aux if "expert_counts" in layer]
+    metrics = {"tokens": count, "accuracy": correct / count}
+    return total / count, metrics | ({"expert_counts": jnp.stack(counts)} if counts else {})
+
+
+def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax.Array, jax.Array]:
+    """Sum over counted targets of ``logsumexp(logits) - logits[target]``, and how many were the argmax; both float32.
+
+    A chunk of tokens at a time, each recomputed in the backward pass: ``[B, T, V]`` logits never exist.
+    """
+    n, d = targets_BT.size, hidden_BTD.shape[-1]
+    chunk = min(512, -(-n // 4))
+    pad = -n % chunk
+    chunks = lambda a, *tail: jnp.pad(a.reshape(n, *tail), [(0, pad)] + [(0, 0)] * len(tail)).reshape(-1, chunk, *tail)
+
+    @jax.checkpoint
+    def step(sums, xs):
+        hidden_ND, targets_N, counted_N = xs
+        logits_NV = unembed(model, hidden_ND)
+        picked_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
+        nll_N = jax.nn.logsumexp(logits_NV, axis=1) - picked_N
+        hit_N = jnp.argmax(logits_NV, axis=1) == targets_N
+        return (sums[0] + jnp.sum(jnp.where(counted_N, nll_N, 0)), sums[1] + jnp.sum(hit_N & counted_N)), None
+
+    zero = jnp.zeros((), accumulator(hidden_BTD.dtype))
+    xs = chunks(hidden_BTD, d), chunks(targets_BT), chunks(counted_BT)
+    (total, correct), _ = lax.scan(step, (zero, jnp.zeros((), jnp.int32)), xs)
+    return total, correct.astype(jnp.float32)

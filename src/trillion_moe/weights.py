@@ -1,0 +1,51 @@
+"""Weights are algebraic leaves: one logical matrix ``[*b, K, N]``, stored as an array, as packed MXFP4, or with an adapter.
+
+``Weight = jax.Array | MXFP4 | LoRA``. Only `ops`, `transforms` and `checkpoint` look inside a leaf; layers call
+`ops.dot` and never learn how a weight is stored. A leaf holds arrays and static scalars, no shapes, so that
+``lax.scan`` may slice the stacked leaves of a segment.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+
+Layout = Literal["nk", "kn"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MXFP4:
+    """A 4-bit matrix in the OCP Microscaling format: e2m1 nibbles, one E8M0 scale per 32 consecutive values of K.
+
+    packed: uint8 ``[*b, N, K/2]`` in layout "nk" (as checkpoints store it), ``[*b, K/2, N]`` in layout "kn"; the low
+        nibble of a byte is the even column of K.
+    scale: uint8 ``[*b, N, K/32]`` or ``[*b, K/32, N]``; code u stands for 2^(u - 127).
+    """
+
+    packed: jax.Array
+    scale: jax.Array
+    layout: Layout = dataclasses.field(default="nk", metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """``base + scaling * a @ b`` (Hu et al., arXiv 2106.09685), the sum never materialised by `ops.dot`.
+
+    base: the frozen weight ``[*b, K, N]``.
+    a: ``[K, r]`` shared by every matrix of the bank, or ``[*b', K, r]``.
+    b: ``[r, N]`` or ``[*b', r, N]``.
+    slots: None when every expert has its own pair (b' = b), or int32 ``[E]``: the row of a and b that serves an
+        expert, -1 for an expert without an adapter.
+    scaling: alpha / r (alpha / sqrt(r) for rank-stabilised adapters).
+    """
+
+    base: "Weight"
+    a: jax.Array
+    b: jax.Array
+    slots: jax.Array | None = None
+    scaling: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+
+Weight = jax.Array | MXFP4 | LoRA
