@@ -1,0 +1,77 @@
+"""Named shapes of real models, skewed group sizes, and the tile sizes of the portable loops.
+
+Shared by tests, benchmarks and tuning, so that all of them speak of the same cases.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+Entry = TypeVar("Entry")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One routed matrix: `rows` = tokens x top-k, `k` inputs, `n` outputs."""
+
+    experts: int
+    top_k: int
+    k: int
+    n: int
+
+    def rows(self, tokens: int) -> int:
+        return tokens * self.top_k
+
+
+# The up-projection of each model's expert: k = width that enters the experts, n = hidden width of one expert.
+CASES: dict[str, Case] = {
+    "kimi_k3": Case(experts=896, top_k=16, k=3584, n=3072),  # 3584 is the latent width of Stable LatentMoE
+    "kimi_k25": Case(experts=384, top_k=8, k=7168, n=2048),
+    "deepseek_v3": Case(experts=256, top_k=8, k=7168, n=2048),
+    "kimi_linear": Case(experts=256, top_k=8, k=2304, n=1024),
+    "bench": Case(experts=16, top_k=4, k=512, n=192),
+    "tiny_odd": Case(experts=5, top_k=3, k=33, n=17),
+}
+
+# (rows per group up to, tile heights tall to short). Measured on 2 CPU cores, fp32, K = N = 512; see `xla.tile_loop`.
+ROW_TILES: tuple[tuple[float, tuple[int, ...]], ...] = (
+    (4.0, (8, 2)),
+    (16.0, (64, 8)),
+    (float("inf"), (256, 64, 16)),
+)
+# (rows per group up to, height of dw's tiles): one height, as every tile costs a pass over [K, N].
+GRAD_TILES: tuple[tuple[float, int], ...] = ((8.0, 8), (32.0, 32), (128.0, 64), (float("inf"), 256))
+
+
+def row_tiles(rows: int, groups: int) -> tuple[int, ...]:
+    """Tile heights, tall to short, for `rows` rows in `groups` groups; none is taller than `rows`."""
+    heights = _row_of(ROW_TILES, rows, groups)
+    return tuple(sorted({min(height, rows) for height in heights}, reverse=True))
+
+
+def grad_tile(rows: int, groups: int) -> int:
+    """Height of the tiles of dw for `rows` rows in `groups` groups; not taller than `rows`."""
+    return min(_row_of(GRAD_TILES, rows, groups), rows)
+
+
+def _row_of(table: tuple[tuple[float, Entry], ...], rows: int, groups: int) -> Entry:
+    """The first entry whose limit on rows per group holds."""
+    return next(entry for limit, entry in table if rows <= limit * groups)
+
+
+def balanced(rows: int, groups: int) -> np.ndarray:
+    """Group sizes that differ by at most one and sum to `rows`."""
+    return (np.arange(groups) < rows % groups).astype(np.int32) + np.int32(rows // groups)
+
+
+def zipf(rows: int, groups: int, seed: int = 0) -> np.ndarray:
+    """Group sizes drawn with popularity 1/rank (Zipf, exponent 1), the ranks in a random order; sum is `rows`."""
+    rng = np.random.default_rng(seed)
+    weight = 1.0 / np.arange(1, groups + 1)
+    return rng.multinomial(rows, rng.permutation(weight / weight.sum())).astype(np.int32)
+
+
+def all_to_one(rows: int, groups: int, winner: int = 0) -> np.ndarray:
+    """Every row in group `winner`."""
+    return np.where(np.arange(groups) == winner, rows, 0).astype(np.int32)

@@ -1,0 +1,97 @@
+"""Kimi Delta Attention (KDA): linear attention by the gated delta rule with a decay per key channel.
+
+Source: Kimi Linear, arXiv 2510.26692. `reference.py` is the definition.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from . import reference, xla
+from .cases import CASES, Case
+from .conv import short_conv
+from .gate import kda_gate, l2norm
+
+IMPLS = {"reference": reference.kda, "xla": xla.kda}
+
+__all__ = ["CASES", "IMPLS", "Case", "kda", "kda_gate", "kda_step", "l2norm", "short_conv"]
+
+
+def kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    state: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    state_segment: jax.Array | None = None,
+    impl: str = "xla",
+    chunk: int = 32,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B,T,H,V] in v.dtype and final state [B,H,K,V] in float32 of the recurrence, per token and head
+
+        S <- diag(exp g) S;   S <- S + beta k (v - S^T k)^T;   o = S^T q.
+
+    q, k [B,T,H,K], neither scaled nor normalised here; v [B,T,H,V]; g [B,T,H,K] log decay, natural log, <= 0, any depth
+    (no exponent is ever positive); beta [B,T,H]; state [B,H,K,V] or None for zeros. T >= 1. Arithmetic and state are
+    float32, or float64 when an input is.
+
+    segments int32 [B,T]: 0 = padding, anywhere in the row: the token changes nothing, gives 0 and takes no gradient,
+    even if it is NaN. The state restarts at 0 where a real token's segment differs from the previous real token's.
+    state_segment int32 [B]: document of `state` (None: the row's first real token continues it); a state of another
+    document is dropped. A row of only padding returns its state.
+
+    impl: "xla" (chunks of `chunk` tokens, a power of two; one token takes `kda_step`) or "reference" (token by token).
+    Raises ValueError: unknown impl, chunk not a power of two, shapes that do not fit, state_segment without segments.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"kda: unknown impl {impl!r}; legal: {sorted(IMPLS)}")
+    if chunk < 1 or chunk & (chunk - 1):
+        raise ValueError(f"kda: chunk is {chunk}; it must be a power of two (32 is fastest on CPU)")
+    _check("kda", q, k, v, g, beta, state, segments, state_segment)
+    return IMPLS[impl](q, k, v, g, beta, state=state, segments=segments, state_segment=state_segment, chunk=chunk)
+
+
+def kda_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    state: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    state_segment: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of decode: `kda` for T = 1 (shapes with T = 1 kept), without chunk machinery.
+
+    Raises ValueError: T is not 1, and as `kda`.
+    """
+    _check("kda_step", q, k, v, g, beta, state, segments, state_segment)
+    if q.shape[1] != 1:
+        raise ValueError(f"kda_step: T is {q.shape[1]}, want 1; use kda")
+    return xla.step(q, k, v, g, beta, state=state, segments=segments, state_segment=state_segment)
+
+
+def _check(caller, q, k, v, g, beta, state, segments, state_segment):
+    if q.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"{caller}: q has shape {q.shape} and v {v.shape}; want [B,T,H,K] and [B,T,H,V]")
+    B, T, H, K = q.shape
+    V = v.shape[3]
+    if T < 1:
+        raise ValueError(f"{caller}: T is {T}, want at least 1 token")
+    want = {"k": (k, q.shape), "v": (v, (B, T, H, V)), "g": (g, q.shape), "beta": (beta, (B, T, H))}
+    want |= {"state": (state, (B, H, K, V)), "segments": (segments, (B, T)), "state_segment": (state_segment, (B,))}
+    for name, (array, shape) in want.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"{caller}: {name} has shape {array.shape}, want {shape} (B={B}, T={T}, H={H}, K={K}, V={V}); "
+                "heads are never repeated here: q, k, v, g, beta and state have the same number"
+            )
+    for name in ("segments", "state_segment"):
+        array = want[name][0]
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{caller}: {name} has dtype {array.dtype}, want int32")
+    if state_segment is not None and segments is None:
+        raise ValueError(f"{caller}: state_segment without segments has no effect; give both or neither")
