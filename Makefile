@@ -1,0 +1,76 @@
+# Every target installs what it needs first: `make quickstart` and `make test` work in a fresh clone.
+# Choose an interpreter with `make PYTHON=python3.12 ...`; .venv is rebuilt when its version changes.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+ifndef PYTHON
+PYTHON := $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+endif
+PY_TAG := $(if $(PYTHON),$(shell $(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) or print("py{}{}".format(*v))'))
+ifeq ($(PY_TAG),)
+$(error Python 3.11 or later with venv is needed, and "$(PYTHON)" is none; name one with `make PYTHON=...`)
+endif
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Empty on a Python that has no file of pins: pip then resolves from the floors in pyproject.toml.
+CONSTRAINTS := $(wildcard constraints/$(PY_TAG).txt)
+INSTALL := $(BIN)/python -m pip install --quiet $(CONSTRAINTS:%=--constraint %)
+
+# Stamps are written last, so an interrupted step is done again.
+MADE := $(VENV)/.made-$(PY_TAG)
+DEMO := $(VENV)/.installed-demo
+DEV := $(VENV)/.installed-dev
+PARITY := $(VENV)/.installed-parity
+INPUTS := $(MADE) pyproject.toml $(CONSTRAINTS)
+
+.PHONY: help venv quickstart test check bench proof clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+$(MADE):
+	$(PYTHON) -m venv --clear $(VENV)
+	touch $@
+
+$(DEMO): $(INPUTS)
+	$(INSTALL) --editable '.[demo]'
+	touch $@
+
+$(DEV): $(INPUTS)
+	$(INSTALL) --editable '.[demo,dev]'
+	touch $(DEMO) $@
+
+$(PARITY): $(INPUTS)
+	$(INSTALL) --editable '.[demo,dev,parity]'
+	touch $(DEMO) $(DEV) $@
+
+venv: $(DEV)  ## make .venv with all that tests and checks need
+
+quickstart: $(DEMO)  ## train, quantise and generate on a tiny model
+	$(BIN)/python configs/quickstart.py
+
+test: $(DEV)  ## run the tests but those marked slow, aot, gpu or tpu
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not aot and not gpu and not tpu" $(ARGS)
+
+check: $(DEV)  ## lint, formatting, types and the rules of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q -m "not slow" tests/test_guards.py
+
+bench: $(PARITY)  ## measure speed beside PyTorch and transformers
+	$(BIN)/python -m trillion_moe.bench $(ARGS)
+
+proof: $(PARITY)  ## run what is too long for CI and write it, with versions, to docs/proof
+	mkdir -p docs/proof
+	$(BIN)/python -m trillion_moe.bench --output docs/proof/bench.json
+
+clean:  ## remove .venv and all that builds, tests and tools leave behind
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,29 @@
+"""What every test shares: the device it runs on, and where the golden files are.
+
+Tests run on CPU, cut into eight devices so that meshes can be built. `TRILLION_MOE_TEST_PLATFORM=cuda` (or `tpu`)
+puts that platform first, for the tests marked `gpu` and `tpu`.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+PLATFORM = os.environ.get("TRILLION_MOE_TEST_PLATFORM", "cpu")
+PLATFORMS = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
+
+os.environ["JAX_PLATFORMS"] = PLATFORMS  # for the processes that tests start
+jax.config.update("jax_platforms", PLATFORMS)
+# A compilation cache that outlives the run would hide compile errors and make timings depend on history.
+jax.config.update("jax_enable_compilation_cache", False)
+# Tests compile thousands of small programs and run each once: LLVM's optimisation would cost more than it saves.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+if PLATFORM == "cpu":
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Path:
+    """Folder of the golden files, whose arrays other implementations computed."""
+    return Path(__file__).parent / "goldens"
