@@ -1,0 +1,172 @@
+"""A folder of safetensors into the arrays of a blueprint, checked as a whole before the first array is made."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trillion_moe.blueprint import Spec
+from trillion_moe.checkpoint.audit import Located, dtype_findings, legal_a_log, locate
+from trillion_moe.checkpoint.content import content_findings, read
+from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.checkpoint.names import PREFIXES, Slot, slots, to_held, tree_leaves
+from trillion_moe.checkpoint.safetensors_io import NAMES, NUMPY, Entry, Reader, read_header
+from trillion_moe.checkpoint.shards import Shards, find_shards
+from trillion_moe.config import ModelConfig
+from trillion_moe.kernels import mxfp4
+from trillion_moe.weights import MXFP4, LoRA
+
+decode = jax.jit(mxfp4.decode, static_argnames=("dtype",))
+Tree = TypeVar("Tree")
+DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """`refine(ModelConfig.from_file(folder), folder)`.
+
+    Raises CheckpointError if there is no folder, no config.json or no checkpoint in it, ConfigError for the config.
+    """
+    folder = Path(folder)
+    shards = find_shards(folder)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(folder, ["config.json is missing"])
+    return _refined(ModelConfig.from_file(folder), shards)
+
+
+def refine(cfg: ModelConfig, folder: str | Path) -> ModelConfig:
+    """The config with what only the files know: prefix and spelling of the names, stored shape of A_log, and dtype.
+
+    dtype becomes that of the stored embedding, whatever config.json says, so that a model made from this config keeps
+    its weights as they are. Where the files contradict themselves the first or the more frequent wins here, and
+    `load_into` refuses the rest. Raises CheckpointError only if there are no files to look at.
+    """
+    return _refined(cfg, find_shards(folder))
+
+
+def _refined(cfg: ModelConfig, shards: Shards) -> ModelConfig:
+    prefixes, transformers, seen = Counter(), False, {}
+    beginnings = {
+        prefix: (f"{prefix}layers.", f"{prefix}embed_tokens.") for prefix in (*PREFIXES, cfg.checkpoint.prefix)
+    }
+    for name, entry in _entries(shards):
+        prefixes.update(prefix for prefix, beginning in beginnings.items() if name.startswith(beginning))
+        if name.endswith(".block_sparse_moe.gate_proj.weight"):
+            transformers = True
+        elif name.endswith(("embed_tokens.weight", "self_attn.A_log")):
+            seen.setdefault(name.rpartition(".")[2], []).append(entry)
+    prefix = prefixes.most_common(1)[0][0] if prefixes else cfg.checkpoint.prefix
+    names = dataclasses.replace(cfg.checkpoint, prefix=prefix, names="transformers" if transformers else "release")
+    dtypes = [DTYPE_NAMES[e.dtype] for e in seen.get("weight", ()) if e.dtype in DTYPE_NAMES]
+    kda = cfg.kda
+    if kda is not None:
+        shapes = [e.shape for e in seen.get("A_log", ()) if legal_a_log(e.shape, kda.num_heads)]
+        if shapes:
+            kda = dataclasses.replace(kda, a_log_shape=None if shapes[0] == (kda.num_heads,) else shapes[0])
+    return dataclasses.replace(cfg, checkpoint=names, kda=kda, dtype=dtypes[0] if dtypes else cfg.dtype)
+
+
+def _entries(shards: Shards) -> Iterator[tuple[str, Entry]]:
+    for path in shards.files:
+        yield from read_header(path).entries.items()
+
+
+def load_into(blueprint: Tree, folder: str | Path, stored: ModelConfig, *, keep_dtypes: bool = True) -> Tree:
+    """The blueprint (a `Model` of Specs) with every Spec replaced by the array stored in the folder.
+
+    stored: the refined config of the *files*, with their quantization even if the blueprint is not quantized. A routed
+    experts leaf that is an `MXFP4` of Specs takes the packed bytes as they are, in its layout; one that is a Spec is
+    decoded. keep_dtypes: every tensor keeps its stored dtype; False casts to the Spec's. What is float32 by definition
+    (A_log, dt_bias, convolutions, o_norm, router bias) must be stored so and stays so.
+
+    Every tensor of every file is consumed exactly once. Raises CheckpointError with all findings, before any array is
+    put on a device; later only for a value that a cast would turn into infinity.
+    """
+    leaves, treedef = tree_leaves(blueprint)
+    if adapted := [path for path, leaf in leaves if isinstance(leaf, LoRA)]:
+        raise ValueError(f"the blueprint has adapters ({adapted[0]}): load the model first, then add_lora")
+    located = locate(list(slots(blueprint, stored)), find_shards(folder), stored)
+    findings = [*located.findings, *(dtype_findings(located) if keep_dtypes else ()), *content_findings(located)]
+    findings += _unpackable(leaves, located) if not findings else ()
+    if findings:
+        raise CheckpointError(folder, findings)
+    homes = located.by_leaf()
+    with Reader(located.shards.files) as reader:
+        fill = _Fill(located, reader, keep_dtypes)
+        return treedef.unflatten([fill.leaf(leaf, homes[path]) for path, leaf in leaves])
+
+
+def _unpackable(leaves: list[tuple[str, Any]], located: Located) -> Iterator[str]:
+    homes = located.by_leaf()
+    for path, leaf in leaves:
+        if isinstance(leaf, MXFP4) and homes[path][0][1][0]["file"] >= 0:
+            label = located.label(*homes[path][0], 0)
+            yield f"{label}: plain, but {path} of the blueprint is packed: load first, then quantize"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fill:
+    """Reads one leaf after the other: the host holds no more than one."""
+
+    located: Located
+    reader: Reader
+    keep_dtypes: bool
+
+    def leaf(self, leaf: Spec | MXFP4, homes: list[tuple[Slot, np.ndarray]]) -> Any:
+        parts = {part: [(s, p) for s, p in homes if s.part == part] for part in ("weight", "packed", "scale")}
+        if isinstance(leaf, MXFP4):
+            packed, scale = (self._bytes(leaf, part, parts[part]) for part in ("packed", "scale"))
+            return dataclasses.replace(leaf, packed=packed, scale=scale)
+        if parts["packed"] and parts["packed"][0][1][0]["file"] >= 0:
+            return self._decoded(leaf, parts)
+        first = parts["weight"][0][0], parts["weight"][0][1][0]
+        keep = self.keep_dtypes or first[0].float32
+        out = np.empty(leaf.shape, NUMPY[NAMES[first[1]["dtype"]]] if keep else jnp.dtype(leaf.dtype))
+        for slot, place in parts["weight"]:
+            for e in range(slot.count):
+                held = to_held(slot, read(self.reader, slot, place, e))
+                out[slot.index(e)] = self._cast(held, out.dtype, slot, place, e)
+        return _to_device(out)
+
+    def _bytes(self, leaf: MXFP4, part: str, homes: list[tuple[Slot, np.ndarray]]) -> jax.Array:
+        out = np.empty(getattr(leaf, part).shape, np.uint8)
+        for slot, place in homes:
+            for e in range(slot.count):
+                target = out[slot.index(e)]
+                if leaf.layout == "nk":
+                    self.reader.into(int(place[e]["file"]), int(place[e]["start"]), target)
+                else:
+                    target[...] = read(self.reader, slot, place, e).T
+        return _to_device(out)
+
+    def _decoded(self, leaf: Spec, parts: dict[str, list[tuple[Slot, np.ndarray]]]) -> jax.Array:
+        dtype = jnp.dtype(leaf.dtype)
+        out = np.empty(leaf.shape, dtype)
+        exact = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+        for (slot, place), (scale_slot, scale_place) in zip(parts["packed"], parts["scale"], strict=True):
+            for e in range(slot.count):
+                pair = read(self.reader, slot, place, e), read(self.reader, scale_slot, scale_place, e)
+                w_NK = np.asarray(decode(*pair, dtype=exact))
+                out[slot.index(e)] = self._cast(w_NK.T, dtype, slot, place, e)
+        return _to_device(out)
+
+    def _cast(self, array: np.ndarray, dtype: np.dtype, slot: Slot, place: np.ndarray, e: int) -> np.ndarray:
+        if array.dtype == dtype:
+            return array
+        with np.errstate(over="ignore"):
+            cast = array.astype(dtype)
+        if np.any(np.isinf(cast) & np.isfinite(array)):
+            label = self.located.label(slot, place, e)
+            raise CheckpointError(self.located.shards.folder, [f"{label}: holds values too large for {dtype}"])
+        return cast
+
+
+def _to_device(array: np.ndarray) -> jax.Array:
+    device = jnp.asarray(array)
+    if device.dtype != array.dtype:
+        raise ValueError(f"JAX holds {array.dtype} as {device.dtype}: set jax_enable_x64, or choose another dtype")
+    return device

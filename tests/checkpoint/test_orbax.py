@@ -1,0 +1,103 @@
+"""Orbax: the tree as it is held, whatever its weights, and nothing that was not finished."""
+
+import gc
+import json
+import shutil
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.checkpoint.tools import GOLDENS, build, layer, load
+
+from trillion_moe import checkpoint
+from trillion_moe.checkpoint import CheckpointError, load_orbax, save_orbax
+from trillion_moe.weights import LoRA
+
+
+def same(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    chex.assert_trees_all_equal(a, b)
+    chex.assert_trees_all_equal_dtypes(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("kimi_k3/a/mxfp4", {"layout": "kn"}),
+        ("kimi_linear/a", {"scan": True, "dtype": "bfloat16"}),
+    ],
+)
+def test_restored_bit_for_bit(name, options, tmp_path) -> None:
+    """fault 13, fault 29: also what a safetensors file could not hold, such as the layout and the depth plan."""
+    model = load(GOLDENS / name, **options)
+    save_orbax(tmp_path / "out", model)
+    assert checkpoint.is_orbax(tmp_path / "out")
+    assert not checkpoint.is_orbax(GOLDENS / name)
+    again = load_orbax(tmp_path / "out", build)
+    same(again, model)
+    assert (again.plan, again.dtype, again.config) == (model.plan, model.dtype, model.config)
+
+
+def test_adapters_are_restored(tmp_path) -> None:
+    model = load(GOLDENS / "kimi_k3/a/mxfp4")
+    experts, keys = layer(model, 1).ffn.experts, jax.random.split(jax.random.key(0), 2)
+    a, b = jax.random.normal(keys[0], (32, 3)), jax.random.normal(keys[1], (2, 3, 64))
+    slots = jnp.asarray([-1, 0, *[-1] * 9, 1], jnp.int32)
+    experts.gate = LoRA(experts.gate, a, b, slots, scaling=0.3)
+    layer(model, 0).ffn.down = LoRA(layer(model, 0).ffn.down, jnp.ones((96, 2)), jnp.zeros((2, 64)))
+    save_orbax(tmp_path / "out", model)
+    same(load_orbax(tmp_path / "out", build), model)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("orbax") / "out"
+    save_orbax(folder, load(GOLDENS / "kimi_linear/a"))
+    return folder
+
+
+def refused(saved, tmp_path, spoil) -> str:
+    folder = tmp_path / "spoilt"
+    shutil.copytree(saved, folder)
+    spoil(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load_orbax(folder, build)
+    return caught.value.findings[0]
+
+
+def test_half_a_checkpoint(saved, tmp_path) -> None:
+    finding = refused(saved, tmp_path, lambda folder: (folder / "model.json").unlink())
+    assert finding == "no model.json, which is written last: the save was not finished"
+
+
+@pytest.mark.filterwarnings("ignore")  # tensorstore leaves futures behind that nobody awaits
+def test_lost_arrays(saved, tmp_path) -> None:
+    finding = refused(saved, tmp_path, lambda folder: shutil.rmtree(folder / "arrays/ocdbt.process_0"))
+    assert finding.startswith("Orbax cannot restore the arrays: ")
+    gc.collect()
+
+
+def edited(**changes):
+    def spoil(folder) -> None:
+        about = json.loads((folder / "model.json").read_text())
+        (folder / "model.json").write_text(json.dumps(about | changes))
+
+    return spoil
+
+
+def test_another_format_or_model(saved, tmp_path) -> None:
+    assert "is not of the format" in refused(saved, tmp_path / "1", edited(format="other"))
+    assert refused(saved, tmp_path / "2", edited(weights={})) == "embed: not in the checkpoint"
+    assert "is not JSON" in refused(saved, tmp_path / "3", lambda folder: (folder / "model.json").write_text("{"))
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load_orbax(tmp_path / "nowhere", build)
+
+
+def test_blueprints_are_refused(saved, tmp_path) -> None:
+    stored = checkpoint.read_config(GOLDENS / "kimi_linear/a")
+    with pytest.raises(ValueError, match="embed holds no array but a Spec"):
+        save_orbax(
+            tmp_path / "out", build(stored, "float32", ((tuple(zip(stored.attention, stored.mlp, strict=True)), 1),))
+        )
+    assert not (tmp_path / "out").exists()
