@@ -30,7 +30,9 @@ class Spec:
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
-            raise ValueError(f"shape {self.shape} has {len(self.shape)} dimensions, axes {self.axes} name {len(self.axes)}")
+            raise ValueError(
+                f"shape {self.shape} has {len(self.shape)} dimensions, axes {self.axes} name {len(self.axes)}"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -85,10 +87,7 @@ def stack(blueprint: Any, repeats: int) -> Any:
     if repeats == 1:
         return blueprint
     return jax.tree.map(
-        lambda s: dataclasses.replace(s, shape=(repeats, *s.shape), axes=("repeats", *s.axes), init=_stacked(s.init)),
+        lambda s: dataclasses.replace(s, shape=(repeats, *s.shape), axes=("repeats", *s.axes)),
         blueprint,
     )
 
-
-def _stacked(one: Initializer) -> Initializer:
-    return lambda key, shape, dtype: jax.vmap(lambda k: one(k, shape[1:], dtype))(jax.random.split(key, shape[0]))

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from trillion_moe.config import ModelConfig
-from trillion_moe.layers.vision import ImageBatch, expand_placeholders
+from trillion_moe.layers.vision import ImageBatch
+from trillion_moe.layers.vision_positions import expand_placeholders
 
 Images = ImageBatch | Sequence[ImageBatch | None] | None
 
@@ -38,7 +39,9 @@ def check_tokens(cfg: ModelConfig, tokens_BT: Any) -> np.ndarray:
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"tokens must be integers, not {tokens.dtype}")
     if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"tokens must have shape [batch, time] with at least one row and one token, not {tokens.shape}")
+        raise ValueError(
+            f"tokens must have shape [batch, time] with at least one row and one token, not {tokens.shape}"
+        )
     bad = (tokens < 0) | (tokens >= cfg.vocab_size)
     if bad.any():
         row, at = (int(i) for i in np.argwhere(bad)[0])
@@ -53,7 +56,9 @@ def _check_segments(segments: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         raise TypeError(f"segments must be integers (0 = padding, 1, 2, ... = documents), not {segments.dtype}")
     if (segments < 0).any():
         row, at = (int(i) for i in np.argwhere(segments < 0)[0])
-        raise ValueError(f"segment {segments[row, at]} at row {row}, position {at}: 0 is padding, documents are 1, 2, ...")
+        raise ValueError(
+            f"segment {segments[row, at]} at row {row}, position {at}: 0 is padding, documents are 1, 2, ..."
+        )
     return segments.astype(np.int32)
 
 
@@ -81,6 +86,10 @@ def _place_images(cfg: ModelConfig, tokens, segments, images: ImageBatch | None)
         found = np.argwhere(tokens == cfg.media_id)
         if len(found):
             row, at = (int(i) for i in found[0])
-            raise ValueError(f"row {row} has an image placeholder (id {cfg.media_id}) at position {at}, but no images were given")
+            raise ValueError(
+                f"row {row} has an image placeholder (id {cfg.media_id}) at position {at}, but no images were given"
+            )
         return tokens, segments
-    return expand_placeholders(tokens, segments, images.tokens_per_item, cfg.media_id, cfg.pad_id or 0)
+    assert cfg.vision is not None
+    images.check(cfg.vision)
+    return expand_placeholders(tokens, segments, images.tokens_per_item(cfg.vision), cfg.media_id, cfg.pad_id or 0)

@@ -36,7 +36,7 @@ class Segment:
 
 
 def plan(cfg: ModelConfig, *, scan: bool | None = None) -> tuple[Segment, ...]:
-    """Depth as data. With attention residuals a repeat is one residual block; else the shortest repeating run of layers.
+    """Depth as data. A repeat is one block of attention residuals; without them, the shortest repeating run of layers.
 
     scan: stack what repeats; None decides by depth (more than SCAN_ABOVE layers).
     """
@@ -54,7 +54,7 @@ def plan(cfg: ModelConfig, *, scan: bool | None = None) -> tuple[Segment, ...]:
 
 
 def _runs(kinds: tuple[LayerSpec, ...]) -> list[Segment]:
-    """Cut into runs: at each layer the period (at most 8 layers) whose repetition covers most, the shortest on a tie."""
+    """Cut into runs: at each layer the period (at most 8) whose repetition covers most, the shortest on a tie."""
     segments, i = [], 0
     while i < len(kinds):
         best = (1, -1, 1)  # layers covered, -period, repeats
@@ -76,13 +76,13 @@ class Model(nnx.Module):
     activations.
     """
 
-    embed: nnx.Data[object]
-    segments: nnx.Data[object]
-    out_res: nnx.Data[object]
-    norm: nnx.Data[object]
-    head: nnx.Data[object]
-    vision: nnx.Data[object]
-    projector: nnx.Data[object]
+    embed: Any = nnx.data()
+    segments: Any = nnx.data()
+    out_res: Any = nnx.data()
+    norm: Any = nnx.data()
+    head: Any = nnx.data()
+    vision: Any = nnx.data()
+    projector: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, *, dtype: str | None = None, plan: tuple[Segment, ...] | None = None):
         dtype = dtype or cfg.dtype
@@ -91,7 +91,8 @@ class Model(nnx.Module):
         d, v, std = cfg.hidden_size, cfg.vocab_size, normal(cfg.initializer_range)
         self.embed = Spec((v, d), dtype, ("vocab", "embed"), std)
         self.segments = tuple(
-            tuple(stack(Block(cfg, kind, dtype=dtype), segment.repeats) for kind in segment.layers) for segment in self.plan
+            tuple(stack(Block(cfg, kind, dtype=dtype), segment.repeats) for kind in segment.layers)
+            for segment in self.plan
         )
         self.out_res = AttnRes(cfg, dtype=dtype) if cfg.attn_res_block is not None else None
         self.norm = Spec((d,), dtype, ("embed",), constant(1.0))
@@ -104,7 +105,7 @@ _default_plan = plan  # `plan` is also the name of an argument and an attribute 
 
 
 def layer_places(model_plan: tuple[Segment, ...]) -> list[tuple[int, int, int | None]]:
-    """For every layer in order: its segment, its place in it, and its repeat (None in a segment that does not repeat)."""
+    """For every layer: its segment, its place in it, and its repeat (None in a segment that does not repeat)."""
     places = []
     for s, segment in enumerate(model_plan):
         for r in range(segment.repeats):
@@ -133,7 +134,7 @@ class Caches:
 
 
 def init_caches(model: Model, batch: int, capacity: int) -> Caches:
-    """Empty caches for `batch` rows of at most `capacity` tokens, activations in the model's dtype, states in float32."""
+    """Empty caches for `batch` rows of at most `capacity` tokens, in the model's dtype, states in float32."""
     cfg, dtype = model.config, activation_dtype(model)
 
     def one(block: Block, repeats: int):
@@ -221,11 +222,12 @@ def trunk(
     if caches is not None:
         caches = dataclasses.replace(caches, layers=layers)
         x_BTD = jnp.where(fits_B[:, None, None], x_BTD, jnp.nan)
-    aux = [_at(aux[s][j], r) for s, j, r in layer_places(model.plan)]
+    aux = [at_repeat(aux[s][j], r) for s, j, r in layer_places(model.plan)]
     return rms_norm(x_BTD, model.norm, cfg.rms_norm_eps), caches, aux, (x_BTD, bank)
 
 
-def _at(tree, repeat: int | None):
+def at_repeat(tree: Any, repeat: int | None) -> Any:
+    """One repeat of stacked leaves; None takes them as they are."""
     return tree if repeat is None else jax.tree.map(lambda a: a[repeat], tree)
 
 
@@ -277,7 +279,10 @@ def next_token_targets(model: Model, batch: Mapping[str, Any]) -> tuple[jax.Arra
     ``batch["loss_mask"]`` (bool [B, T], true where a *token* is supervised) narrows it further.
     """
     tokens_BT = batch["tokens"]
-    shift = lambda a: jnp.concatenate([a[:, 1:], jnp.zeros_like(a[:, :1])], axis=1)
+
+    def shift(a_BT):
+        return jnp.concatenate([a_BT[:, 1:], jnp.zeros_like(a_BT[:, :1])], axis=1)
+
     segments_BT = batch.get("segments")
     segments_BT = jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
     targets_BT, next_segments_BT = shift(tokens_BT), shift(segments_BT)
@@ -297,7 +302,8 @@ def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple
     [MoE layers, E]. remat: recompute layers in the backward pass instead of keeping their intermediates.
     """
     rows = Compaction.of(batch.get("segments"))
-    batch = dict(batch) | {k: rows.forth(batch[k]) for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
+    by_token = {k: batch[k] for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
+    batch = dict(batch) | jax.tree.map(rows.forth, by_token)
     targets_BT, counted_BT = next_token_targets(model, batch)
     x_BTD = embed(model, batch["tokens"], batch.get("images"))
     hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
@@ -316,7 +322,9 @@ def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax
     n, d = targets_BT.size, hidden_BTD.shape[-1]
     chunk = min(512, -(-n // 4))
     pad = -n % chunk
-    chunks = lambda a, *tail: jnp.pad(a.reshape(n, *tail), [(0, pad)] + [(0, 0)] * len(tail)).reshape(-1, chunk, *tail)
+
+    def chunks(a, *tail):
+        return jnp.pad(a.reshape(n, *tail), [(0, pad)] + [(0, 0)] * len(tail)).reshape(-1, chunk, *tail)
 
     @jax.checkpoint
     def step(sums, xs):
@@ -325,7 +333,7 @@ def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax
         picked_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
         nll_N = jax.nn.logsumexp(logits_NV, axis=1) - picked_N
         hit_N = jnp.argmax(logits_NV, axis=1) == targets_N
-        return (sums[0] + jnp.sum(jnp.where(counted_N, nll_N, 0)), sums[1] + jnp.sum(hit_N & counted_N)), None
+        return (sums[0] + jnp.sum(jnp.where(counted_N, nll_N, 0)), sums[1] + jnp.sum(hit_N & counted_N, dtype=jnp.int32)), None
 
     zero = jnp.zeros((), accumulator(hidden_BTD.dtype))
     xs = chunks(hidden_BTD, d), chunks(targets_BT), chunks(counted_BT)

@@ -21,7 +21,7 @@ def accumulator(dtype: DTypeLike) -> jnp.dtype:
 
 
 def dot(x: jax.Array, w: Weight, *, dtype: DTypeLike | None = None) -> jax.Array:
-    """``x [..., K] @ w [K, N] -> [..., N]`` in `dtype` (x's by default), accumulated in float32 (float64 for float64)."""
+    """``x [..., K] @ w [K, N] -> [..., N]`` in `dtype` (default x's), accumulated in float32 (float64 for float64)."""
     match w:
         case jax.Array():
             y = lax.dot_general(

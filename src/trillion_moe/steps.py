@@ -67,7 +67,13 @@ def greedy_steps(model: Model, logits_BV, caches: Caches, eos_ids: jax.Array, st
 
 
 def train_step(
-    optimizer: optax.GradientTransformation, trainable: Any, frozen: Any, opt_state: Any, batch: Any, *, remat: bool = True
+    optimizer: optax.GradientTransformation,
+    trainable: Any,
+    frozen: Any,
+    opt_state: Any,
+    batch: Any,
+    *,
+    remat: bool = True,
 ):
     """One optimizer update of the trainable part -> trainable, opt_state, metrics (with ``loss``, ``grad_norm``).
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from trillion_moe.layers.vision import ImageBatch
-from trillion_moe.model import Caches, Compaction, Model, embed, init_caches, layer_places, trunk, unembed
+from trillion_moe.model import Caches, Compaction, Model, at_repeat, embed, init_caches, layer_places, trunk, unembed
 
 Arrays = dict[str, jax.Array]
 
@@ -88,16 +88,14 @@ def _linear_names(layers: list[Arrays]) -> Arrays:
         "router_ids": "router.layer.{}.indices",
         "router_weights": "router.layer.{}.weights",
     }
-    return {
-        name.format(i): layer[key] for i, layer in enumerate(layers) for key, name in names.items() if key in layer
-    }
+    return {name.format(i): layer[key] for i, layer in enumerate(layers) for key, name in names.items() if key in layer}
 
 
 def _linear_caches(model: Model, caches: Caches, layers: list[Arrays]) -> Arrays:
     """The caches as transformers keeps them: the last W inputs of the fused q|k|v convolution, not W - 1 of each."""
     arrays = {}
     for i, ((s, j, repeat), layer) in enumerate(zip(layer_places(model.plan), layers, strict=True)):
-        cache = caches.layers[s][j] if repeat is None else jax.tree.map(lambda a: a[repeat], caches.layers[s][j])
+        cache = at_repeat(caches.layers[s][j], repeat)
         prefix = f"cache.layer.{i}."
         if model.config.attention[i] == "kda":
             width = model.config.kda.conv_width

@@ -1,12 +1,12 @@
-"""Weights are algebraic leaves: one logical matrix ``[*b, K, N]``, stored as an array, as packed MXFP4, or with an adapter.
+"""Weights are algebraic leaves: a logical matrix ``[*b, K, N]`` as an array, as packed MXFP4, or with an adapter.
 
 ``Weight = jax.Array | MXFP4 | LoRA``. Only `ops`, `transforms` and `checkpoint` look inside a leaf; layers call
 `ops.dot` and never learn how a weight is stored. A leaf holds arrays and static scalars, no shapes, so that
-``lax.scan`` may slice the stacked leaves of a segment.
+``lax.scan`` may slice the stacked leaves of a segment. Its fields are arrays, or Specs in a blueprint.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -23,8 +23,8 @@ class MXFP4:
     scale: uint8 ``[*b, N, K/32]`` or ``[*b, K/32, N]``; code u stands for 2^(u - 127).
     """
 
-    packed: jax.Array
-    scale: jax.Array
+    packed: Any
+    scale: Any
     layout: Layout = dataclasses.field(default="nk", metadata={"static": True})
 
 
@@ -33,7 +33,7 @@ class MXFP4:
 class LoRA:
     """``base + scaling * a @ b`` (Hu et al., arXiv 2106.09685), the sum never materialised by `ops.dot`.
 
-    base: the frozen weight ``[*b, K, N]``.
+    base: the frozen Weight ``[*b, K, N]``.
     a: ``[K, r]`` shared by every matrix of the bank, or ``[*b', K, r]``.
     b: ``[r, N]`` or ``[*b', r, N]``.
     slots: None when every expert has its own pair (b' = b), or int32 ``[E]``: the row of a and b that serves an
@@ -41,10 +41,10 @@ class LoRA:
     scaling: alpha / r (alpha / sqrt(r) for rank-stabilised adapters).
     """
 
-    base: "Weight"
-    a: jax.Array
-    b: jax.Array
-    slots: jax.Array | None = None
+    base: Any
+    a: Any
+    b: Any
+    slots: Any = None
     scaling: float = dataclasses.field(default=1.0, metadata={"static": True})
 
 

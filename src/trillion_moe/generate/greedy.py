@@ -49,8 +49,8 @@ def generate(
     tokens, segments = _pad(model, prompts)
     tokens, segments, batch_images = check_inputs(cfg, tokens, segments, images)
     tokens, segments = _to_bucket(tokens, segments)
-    caches = init_caches(model, tokens.shape[0], _bucket(int((segments > 0).sum(1).max()) + max_new_tokens))
-    logits, caches = _prefill(model, tokens, segments, caches, batch_images)
+    capacity = _bucket(int((segments > 0).sum(1).max()) + max_new_tokens)
+    logits, caches = _prefill(model, tokens, segments, batch_images, capacity=capacity)
     new, bad, _ = _decode(model, logits, caches, jnp.asarray(eos, jnp.int32), steps=max_new_tokens)
     new, bad = np.asarray(new), np.asarray(bad)
     if (bad >= 0).any():
@@ -59,7 +59,11 @@ def generate(
     return [_completion(row[row >= 0], eos) for row in new]
 
 
-_prefill = jax.jit(prefill_step, donate_argnums=3)
+@partial(jax.jit, static_argnames="capacity")
+def _prefill(model: Model, tokens, segments, images, *, capacity: int):
+    return prefill_step(model, tokens, segments, init_caches(model, tokens.shape[0], capacity), images)
+
+
 _decode = partial(jax.jit, static_argnames="steps", donate_argnums=2)(greedy_steps)
 
 

@@ -1,7 +1,7 @@
 """One decoder layer: attention and feed-forward, each behind a norm, without the residual that joins them."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,12 +62,12 @@ class Context:
 class Block(nnx.Module):
     """norm -> KDA or MLA, norm -> dense MLP or MoE, and the two attention-residual mixes where the model has them."""
 
-    attn_norm: nnx.Data[object]
-    attention: nnx.Data[object]
-    ffn_norm: nnx.Data[object]
-    ffn: nnx.Data[object]
-    attn_res: nnx.Data[object]
-    ffn_res: nnx.Data[object]
+    attn_norm: Any = nnx.data()
+    attention: Any = nnx.data()
+    ffn_norm: Any = nnx.data()
+    ffn: Any = nnx.data()
+    attn_res: Any = nnx.data()
+    ffn_res: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, kind: LayerSpec, *, dtype: str):
         d = cfg.hidden_size

@@ -161,7 +161,9 @@ def _backward_bank(bank_NBTD, leaves, treedef, trained: tuple[bool, ...], ctx: C
         frozen = [leaves[i] for i in ids if not trained[i]]
         rebuild = partial(_merge, jax.tree.structure(segment), [trained[i] for i in ids], repeats > 1)
 
-        def step(ct_bank, xs, frozen=frozen, rebuild=rebuild, start=start, layers=len(segment)):
+        layers = len(segment)
+
+        def step(ct_bank, xs, frozen=frozen, rebuild=rebuild, start=start, layers=layers):
             r, train_r = xs
             b = start + r
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from trillion_moe.ops import accumulator, dot
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KDACache:
-    """conv_q, conv_k, conv_v: the last W-1 inputs of each convolution ``[B, W-1, C]``; state float32 ``[B, H, K, V]``."""
+    """conv_q, conv_k, conv_v: the last W-1 inputs of each convolution [B, W-1, C]; state float32 [B, H, K, V]."""
 
     conv_q: jax.Array
     conv_k: jax.Array
@@ -29,22 +30,22 @@ class KDACache:
 class KDA(nnx.Module):
     """q, k, v, decay (rank head_dim), beta and output gate (full rank or rank head_dim) from one input."""
 
-    q: nnx.Data[object]
-    k: nnx.Data[object]
-    v: nnx.Data[object]
-    q_conv: nnx.Data[object]
-    k_conv: nnx.Data[object]
-    v_conv: nnx.Data[object]
-    decay_a: nnx.Data[object]
-    decay_b: nnx.Data[object]
-    a_log: nnx.Data[object]
-    dt_bias: nnx.Data[object]
-    beta: nnx.Data[object]
-    gate: nnx.Data[object]
-    gate_a: nnx.Data[object]
-    gate_b: nnx.Data[object]
-    o_norm: nnx.Data[object]
-    o: nnx.Data[object]
+    q: Any = nnx.data()
+    k: Any = nnx.data()
+    v: Any = nnx.data()
+    q_conv: Any = nnx.data()
+    k_conv: Any = nnx.data()
+    v_conv: Any = nnx.data()
+    decay_a: Any = nnx.data()
+    decay_b: Any = nnx.data()
+    a_log: Any = nnx.data()
+    dt_bias: Any = nnx.data()
+    beta: Any = nnx.data()
+    gate: Any = nnx.data()
+    gate_a: Any = nnx.data()
+    gate_b: Any = nnx.data()
+    o_norm: Any = nnx.data()
+    o: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, *, dtype: str):
         m, d, std = cfg.kda, cfg.hidden_size, normal(cfg.initializer_range)
@@ -56,7 +57,7 @@ class KDA(nnx.Module):
             setattr(self, f"{name}_conv", conv)
         self.decay_a = Spec((d, m.head_dim), dtype, ("embed", "head_dim"), std)
         self.decay_b = Spec((m.head_dim, c), dtype, ("head_dim", "heads"), std)
-        self.a_log = Spec((m.num_heads,), "float32", ("heads",), log_uniform(1, 16))
+        self.a_log = Spec((m.num_heads,), "float32", ("heads",), log_uniform(1.0, 16.0))
         self.dt_bias = Spec((c,), "float32", ("heads",), uniform(-6.9, -2.3))  # softplus^-1 of dt in 0.001 .. 0.1
         self.beta = Spec((d, m.num_heads), dtype, ("embed", "heads"), std)
         full = m.full_rank_gate
@@ -83,7 +84,12 @@ class KDA(nnx.Module):
         history = (None, None, None) if cache is None else (cache.conv_q, cache.conv_k, cache.conv_v)
         conv = partial(linear_attention.short_conv, segments=segments_BT, history_segment=cached_segment_B)
         convolved, conv_caches = zip(
-            *map(lambda x, taps, past: conv(x, taps, history=past), inputs, (self.q_conv, self.k_conv, self.v_conv), history),
+            *map(
+                lambda x, taps, past: conv(x, taps, history=past),
+                inputs,
+                (self.q_conv, self.k_conv, self.v_conv),
+                history,
+            ),
             strict=True,
         )
         q, k, v = (c.reshape(heads) for c in convolved)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +32,15 @@ class MLACache:
 class MLA(nnx.Module):
     """q (low rank if configured), latent keys and values, softmax attention, output gate if configured."""
 
-    q: nnx.Data[object]
-    q_a: nnx.Data[object]
-    q_norm: nnx.Data[object]
-    q_b: nnx.Data[object]
-    kv_a: nnx.Data[object]
-    kv_norm: nnx.Data[object]
-    kv_b: nnx.Data[object]
-    gate: nnx.Data[object]
-    o: nnx.Data[object]
+    q: Any = nnx.data()
+    q_a: Any = nnx.data()
+    q_norm: Any = nnx.data()
+    q_b: Any = nnx.data()
+    kv_a: Any = nnx.data()
+    kv_norm: Any = nnx.data()
+    kv_b: Any = nnx.data()
+    gate: Any = nnx.data()
+    o: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, *, dtype: str):
         m, d, std = cfg.mla, cfg.hidden_size, normal(cfg.initializer_range)

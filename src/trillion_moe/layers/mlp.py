@@ -1,5 +1,7 @@
 """Gated activations and the dense gated MLP."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,9 +30,9 @@ def gated_activation(gate: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Ar
 class GatedMLP(nnx.Module):
     """``down(act(gate x, up x))``: dense layers (width `hidden`) and the fused shared experts."""
 
-    gate: nnx.Data[object]
-    up: nnx.Data[object]
-    down: nnx.Data[object]
+    gate: Any = nnx.data()
+    up: Any = nnx.data()
+    down: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, hidden: int, *, dtype: str):
         d, std = cfg.hidden_size, normal(cfg.initializer_range)

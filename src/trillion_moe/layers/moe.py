@@ -1,6 +1,7 @@
 """Mixture of experts: routing, the permutation of rows to experts and back, latent width, shared experts."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ from trillion_moe.ops import accumulator, dot, grouped_dot
 class Experts(nnx.Module):
     """E gated MLPs of one width: gate, up ``[E, L, F]`` and down ``[E, F, L]``."""
 
-    gate: nnx.Data[object]
-    up: nnx.Data[object]
-    down: nnx.Data[object]
+    gate: Any = nnx.data()
+    up: Any = nnx.data()
+    down: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, *, dtype: str):
         moe, std = cfg.moe, normal(cfg.initializer_range)
@@ -43,12 +44,12 @@ class MoE(nnx.Module):
     work on the full width (Kimi Linear, DeepSeek-V3).
     """
 
-    router: nnx.Data[object]
-    experts: nnx.Data[object]
-    shared: nnx.Data[object]
-    latent_down: nnx.Data[object]
-    latent_norm: nnx.Data[object]
-    latent_up: nnx.Data[object]
+    router: Any = nnx.data()
+    experts: Any = nnx.data()
+    shared: Any = nnx.data()
+    latent_down: Any = nnx.data()
+    latent_norm: Any = nnx.data()
+    latent_up: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, *, dtype: str):
         moe, d, std = cfg.moe, cfg.hidden_size, normal(cfg.initializer_range)
@@ -60,7 +61,9 @@ class MoE(nnx.Module):
         self.latent_norm = Spec((latent,), dtype, ("latent",), constant(1.0)) if latent and moe.latent_norm else None
         self.latent_up = Spec((latent, d), dtype, ("latent", "embed"), std) if latent else None
 
-    def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, cfg: ModelConfig, tap: Tap = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x_BTD: jax.Array, real_BT: jax.Array, cfg: ModelConfig, tap: Tap = None
+    ) -> tuple[jax.Array, jax.Array]:
         """-> output ``[B, T, D]`` and int32 ``[E]``, the number of real tokens each expert was given.
 
         Padding is never routed: it is in no group, no count, and its routed output is 0.
@@ -69,7 +72,14 @@ class MoE(nnx.Module):
         ids_NK, weights_NK, logits_NE = self.router(x_ND, cfg)
         z_NL = x_ND if self.latent_down is None else dot(x_ND, self.latent_down)
         routed_NL, counts_E = self._routed(z_NL, ids_NK, weights_NK, real_BT.reshape(-1), cfg)
-        tap_into(tap, router_logits=logits_NE, router_ids=ids_NK, router_weights=weights_NK, latent_in=z_NL, latent_sum=routed_NL)
+        tap_into(
+            tap,
+            router_logits=logits_NE,
+            router_ids=ids_NK,
+            router_weights=weights_NK,
+            latent_in=z_NL,
+            latent_sum=routed_NL,
+        )
         if self.latent_norm is not None:
             routed_NL = rms_norm(routed_NL, self.latent_norm, cfg.rms_norm_eps)
         y_ND = routed_NL if self.latent_up is None else dot(routed_NL, self.latent_up)

@@ -1,5 +1,7 @@
 """Block attention residuals (Kimi K3 report): a learned softmax over block sums replaces the residual stream."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,15 +15,17 @@ from trillion_moe.ops import accumulator
 class AttnRes(nnx.Module):
     """One mix: a norm weight and a pseudo-query, both ``[D]``."""
 
-    norm: nnx.Data[object]
-    query: nnx.Data[object]
+    norm: Any = nnx.data()
+    query: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, *, dtype: str):
         d = cfg.hidden_size
         self.norm = Spec((d,), dtype, ("embed",), constant(1.0))
         self.query = Spec((d,), dtype, ("embed",), normal(cfg.initializer_range))
 
-    def __call__(self, bank_NBTD: jax.Array, last: int | jax.Array, prefix_BTD: jax.Array | None, eps: float) -> jax.Array:
+    def __call__(
+        self, bank_NBTD: jax.Array, last: int | jax.Array, prefix_BTD: jax.Array | None, eps: float
+    ) -> jax.Array:
         """Softmax-weighted sum of rows 0..last of the bank and of the running prefix (None: not a source) -> [B, T, D].
 
         ``score_i = sum_d v_i,d / rms(v_i) * norm_d * query_d``, no 1/sqrt(d); the mixed values are not normalised. Rows

@@ -1,5 +1,7 @@
 """The sigmoid router with a selection bias (DeepSeek-V3, arXiv 2412.19437, eqs. 12-16)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,12 +15,14 @@ from trillion_moe.ops import accumulator
 class Router(nnx.Module):
     """weight ``[D, E]``; bias float32 ``[E]`` moves the choice of experts and never enters their weights."""
 
-    weight: nnx.Data[object]
-    bias: nnx.Data[object]
+    weight: Any = nnx.data()
+    bias: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, *, dtype: str):
         moe = cfg.moe
-        self.weight = Spec((cfg.hidden_size, moe.num_experts), dtype, ("embed", "router"), normal(cfg.initializer_range))
+        self.weight = Spec(
+            (cfg.hidden_size, moe.num_experts), dtype, ("embed", "router"), normal(cfg.initializer_range)
+        )
         self.bias = Spec((moe.num_experts,), "float32", ("router",), constant(0.0))
 
     def __call__(self, x_ND: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
