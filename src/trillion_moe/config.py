@@ -449,7 +449,8 @@ _CHECKS = (
     Check("text:model_type", ("kimi_linear",)),
     Check("text:num_nextn_predict_layers", (0,)),
     Check("text:mla_use_nope", (True,), "mla"),
-    Check("text:num_key_value_heads", lambda cfg: (cfg.mla.num_heads, None), "mla"),
+    # MLA has a key per query head whatever this says; 32 is what transformers writes where nobody set it.
+    Check("text:num_key_value_heads", lambda cfg: (cfg.mla.num_heads, None, 32), "mla"),
     Check("text:qk_head_dim", lambda cfg: (cfg.mla.qk_head_dim,), "mla", fresh=False),
     Check("text:attention_bias", (False,), fresh=False),
     Check("text:attention_dropout", (0,), fresh=False),
