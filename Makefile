@@ -53,7 +53,7 @@ $(PARITY): $(INPUTS)
 venv: $(DEV)  ## make .venv with all that tests and checks need
 
 quickstart: $(DEMO)  ## train, quantise and generate on a tiny model
-	$(BIN)/python configs/quickstart.py
+	$(BIN)/python -m trillion_moe.quickstart
 
 test: $(DEV)  ## run the tests but those marked slow, aot, gpu or tpu
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not aot and not gpu and not tpu" $(ARGS)

@@ -18,7 +18,9 @@ jax.config.update("jax_platforms", PLATFORMS)
 # A compilation cache that outlives the run would hide compile errors and make timings depend on history.
 jax.config.update("jax_enable_compilation_cache", False)
 # Tests compile thousands of small programs and run each once: LLVM's optimisation would cost more than it saves.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# `TRILLION_MOE_TEST_OPTIMIZED=1` leaves it on, as users have it.
+if not os.environ.get("TRILLION_MOE_TEST_OPTIMIZED"):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 if PLATFORM == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
 

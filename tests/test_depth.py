@@ -13,7 +13,7 @@ import trillion_moe as tm
 from trillion_moe.blueprint import abstract
 from trillion_moe.layers.block import Context
 from trillion_moe.layers.depth import Run, attention_residuals
-from trillion_moe.model import Model, plan
+from trillion_moe.model import Model, depth_plan
 
 F32 = TOLERANCE["float32"]
 
@@ -30,13 +30,13 @@ def tokens():
 
 def test_plan_of_the_real_models(goldens):
     k3 = tm.ModelConfig.from_json(json.loads((goldens / "config" / "kimi_k3_config.json").read_text()))
-    assert [(len(s.layers), s.repeats) for s in plan(k3)] == [(12, 1), (12, 6), (9, 1)]
-    assert [len(s.layers) for s in plan(k3, scan=False)] == [12] * 7 + [9]
+    assert [(len(s.layers), s.repeats) for s in depth_plan(k3)] == [(12, 1), (12, 6), (9, 1)]
+    assert [len(s.layers) for s in depth_plan(k3, scan=False)] == [12] * 7 + [9]
     kinds = ("kda", "kda", "kda", "mla")
     linear = tiny_k3(
         **LINEAR | {"num_layers": 27, "attention": (*(kinds * 7)[:26], "mla"), "mlp": ("dense",) + ("moe",) * 26}
     )
-    assert [(len(s.layers), s.repeats) for s in plan(linear)] == [(1, 1), (4, 6), (1, 1), (1, 1)]
+    assert [(len(s.layers), s.repeats) for s in depth_plan(linear)] == [(1, 1), (4, 6), (1, 1), (1, 1)]
 
 
 def test_scanned_equals_unrolled(model, tokens):
@@ -78,7 +78,7 @@ def test_recomputation_counts_once(model, tokens):
 
 def test_only_trained_leaves_are_differentiated(tokens):
     """The hand-written backward over the bank gives a gradient to what is trained, and nothing to the rest."""
-    model = filled(tiny_k3(**SIX), plan=plan(tiny_k3(**SIX), scan=True))
+    model = filled(tiny_k3(**SIX), plan=depth_plan(tiny_k3(**SIX), scan=True))
     trained, frozen = tm.partition(model, trainable=lambda name: name.endswith("attention.o"))
     grads = jax.jit(jax.grad(lambda t: tm.loss(tm.combine(t, frozen), {"tokens": tokens})[0]))(trained)
     everything = value_and_grads(model, {"tokens": tokens}, remat=False)[1]
@@ -93,9 +93,9 @@ def test_only_trained_leaves_are_differentiated(tokens):
 def test_the_bank_is_all_that_is_saved(frozen_weights):
     """Bytes of token size kept for the backward pass: at most 1.2 times the final bank of (1 + blocks) T D."""
     cfg = tiny_k3(num_layers=8, attention=("kda", "mla") * 4, mlp=("dense",) + ("moe",) * 7, attn_res_block=2)
-    model = abstract(Model(cfg, plan=plan(cfg, scan=True)))
+    model = abstract(Model(cfg, plan=depth_plan(cfg, scan=True)))
     if frozen_weights:
-        model = abstract(tm.add_lora(Model(cfg, plan=plan(cfg, scan=True)), tm.LoRAConfig(rank=2)))
+        model = abstract(tm.add_lora(Model(cfg, plan=depth_plan(cfg, scan=True)), tm.LoRAConfig(rank=2)))
         trained, frozen = tm.partition(model)
     else:
         trained, frozen = tm.partition(model, trainable="all")
@@ -129,7 +129,7 @@ def test_compiled_temporaries_shrink(tokens):
         cfg = tiny_k3(
             num_layers=2 * blocks, attention=("kda", "mla") * blocks, mlp=("dense",) + ("moe",) * (2 * blocks - 1)
         )
-        model = abstract(tm.add_lora(Model(cfg, plan=plan(cfg, scan=True)), tm.LoRAConfig(rank=2)))
+        model = abstract(tm.add_lora(Model(cfg, plan=depth_plan(cfg, scan=True)), tm.LoRAConfig(rank=2)))
         trained, frozen = tm.partition(model)
         step = jax.jit(
             jax.grad(lambda trained, frozen: tm.loss(tm.combine(trained, frozen), {"tokens": long}, remat=remat)[0])

@@ -44,6 +44,7 @@ NAMED = {
     "bench": "steps checkpoint data",
     "meshes": "config sharding",
     "configs": "config api cli",
+    "quickstart": "configs api",
     "api": "train generate plan verify bench meshes",
     "cli": "api",
     "__init__": "api",

@@ -9,7 +9,7 @@ import numpy as np
 import trillion_moe as tm
 from trillion_moe.blueprint import init
 from trillion_moe.config import KDAConfig, MLAConfig, MoEConfig
-from trillion_moe.model import Model, at_repeat, layer_places, plan
+from trillion_moe.model import Model, at_repeat, depth_plan, layer_places
 from trillion_moe.transforms.targets import places
 
 KDA = KDAConfig(num_heads=3, head_dim=8, conv_width=4, gate_lower_bound=-5.0, full_rank_gate=True, a_log_shape=(4,))
@@ -74,7 +74,7 @@ def filled(cfg, seed=0, **kwargs) -> Model:
 
 def restacked(model: Model, scan: bool) -> Model:
     """The same parameters under another plan."""
-    new = Model(model.config, dtype=model.dtype, plan=plan(model.config, scan=scan))
+    new = Model(model.config, dtype=model.dtype, plan=depth_plan(model.config, scan=scan))
     layers = [at_repeat(model.segments[s][j], r) for s, j, r in layer_places(model.plan)]
     flat, treedef = jax.tree_util.tree_flatten_with_path(new)
     old = dict(jax.tree_util.tree_flatten_with_path(model)[0])

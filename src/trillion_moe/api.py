@@ -1,11 +1,13 @@
 """The public names: `import trillion_moe as tm`."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trillion_moe import checkpoint
 from trillion_moe import model as _model
@@ -13,10 +15,10 @@ from trillion_moe import trace as _trace
 from trillion_moe.checkpoint import CheckpointError
 from trillion_moe.config import ConfigError, ModelConfig
 from trillion_moe.generate import Completion, generate
-from trillion_moe.inputs import Images, check_inputs
+from trillion_moe.inputs import Images, InputError, check_inputs, traced
 from trillion_moe.layers.block import LayerSpec
 from trillion_moe.layers.vision import ImageBatch
-from trillion_moe.model import Caches, Model, Segment, grow, init_caches, loss, plan
+from trillion_moe.model import Caches, Model, Segment, bucket, depth_plan, grow, init_caches
 from trillion_moe.transforms import (
     LoRAConfig,
     add_lora,
@@ -38,6 +40,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "ImageBatch",
+    "InputError",
     "LoRAConfig",
     "Model",
     "ModelConfig",
@@ -85,11 +88,11 @@ def load(
         raise ValueError(f"quantization is {quantization!r}; legal are {', '.join(get_args(Quantization))}")
     if checkpoint.is_orbax(path):
         if (dtype, quantization, scan) != (None, "keep", None):
-            raise ValueError(f"{path} is an Orbax checkpoint, loaded as it is: no dtype, quantization or scan is legal")
+            raise InputError(f"{path} is an Orbax checkpoint, loaded as it is: no dtype, quantization or scan is legal")
         return checkpoint.load_orbax(path, _build)
     stored = checkpoint.read_config(path)
     held = stored if quantization == "keep" else dataclasses.replace(stored, quantization=None)
-    model = Model(held, dtype=_dtype_name(dtype), plan=plan(held, scan=scan))
+    model = Model(held, dtype=_dtype_name(dtype), plan=depth_plan(held, scan=scan))
     if held.quantization is not None:
         model = quantize_experts(model, layout=_PACKED_LAYOUT.get(jax.default_backend(), "nk"))
     return checkpoint.load_into(model, path, stored, keep_dtypes=dtype is None)
@@ -122,6 +125,7 @@ def save(path: str | Path, model: Model, *, format: Format = "hf") -> None:  # n
 
 
 _forward = jax.jit(_model.forward)
+_loss = jax.jit(_model.loss, static_argnames="remat")
 _traced = jax.jit(_trace.trace)
 
 
@@ -134,11 +138,45 @@ def forward(model: Model, tokens_BT: Any, *, segments: Any = None, images: Image
     caches: grown as needed, except under a JAX transformation, where a row that does not fit comes out as NaN.
     """
     tokens_BT, segments, images = check_inputs(model.config, tokens_BT, segments, images)
-    if caches is not None and not isinstance(caches.length, jax.core.Tracer):
-        if caches.length.shape[0] != tokens_BT.shape[0]:
-            raise ValueError(f"caches hold {caches.length.shape[0]} rows, tokens {tokens_BT.shape[0]}")
-        caches = grow(caches, int(caches.length.max()) + tokens_BT.shape[1])
+    if caches is not None and not traced(caches.length, tokens_BT, segments):
+        _check_continuation(tokens_BT, segments, caches)
+        needed = int(caches.length.max()) + tokens_BT.shape[1]
+        caches = caches if needed <= caches.capacity else grow(caches, bucket(needed))
     return _forward(model, tokens_BT, segments=segments, images=images, caches=caches)
+
+
+def _check_continuation(tokens_BT: np.ndarray, segments: np.ndarray | None, caches: Caches) -> None:
+    if caches.length.shape[0] != len(tokens_BT):
+        raise InputError(f"caches hold {caches.length.shape[0]} rows, tokens {len(tokens_BT)}")
+    if segments is None:
+        return
+    for row, (new, held, now) in enumerate(zip(segments, np.asarray(caches.segments), caches.segment, strict=True)):
+        ended = sorted((set(new.tolist()) & set(held.tolist())) - {0, int(now)})
+        if ended:
+            raise InputError(
+                f"row {row}: document {ended[0]} had ended in the cached tokens; give a new one a new number"
+            )
+
+
+def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean next-token cross-entropy in float32, and metrics; see `trillion_moe.model.loss` for what a batch holds.
+
+    Raises InputError for an unknown key and, outside JAX transformations, for inputs that do not fit or a batch in
+    which no token is supervised.
+    """
+    legal = ("tokens", "segments", "loss_mask", "images")
+    if unknown := sorted(set(batch) - set(legal)):
+        raise InputError(f"the batch has {', '.join(map(repr, unknown))}; legal keys are {', '.join(legal)}")
+    tokens, mask = batch["tokens"], batch.get("loss_mask")
+    ids, segments, images = check_inputs(model.config, tokens, batch.get("segments"), batch.get("images"))
+    if mask is not None and mask.shape != ids.shape:
+        raise InputError(f"loss_mask has shape {mask.shape}, the tokens (images expanded) {ids.shape}")
+    value, metrics = _loss(
+        model, {"tokens": ids, "segments": segments, "loss_mask": mask, "images": images}, remat=remat
+    )
+    if not traced(value) and not int(metrics["tokens"]):
+        raise InputError("no token of the batch is supervised: check segments and loss_mask")
+    return value, metrics
 
 
 def trace(model: Model, tokens_BT: Any, *, segments: Any = None, images: Images = None) -> dict[str, jax.Array]:

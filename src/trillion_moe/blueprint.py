@@ -39,9 +39,17 @@ class Spec:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
+def _draw(sample: Callable[..., jax.Array], key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`sample(key, shape)`, small arrays cut out of a power of two: random generators compile slowly, once a size."""
+    size = math.prod(shape)
+    if size > 1 << 20:
+        return sample(key, shape)
+    return sample(key, (1 << max(size - 1, 0).bit_length(),))[:size].reshape(shape)
+
+
 def normal(std: float) -> Initializer:
     """N(0, std^2), drawn in float32."""
-    return lambda key, shape, dtype: (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    return lambda key, shape, dtype: (std * _draw(jax.random.normal, key, shape)).astype(dtype)
 
 
 def constant(value: float) -> Initializer:
@@ -49,12 +57,13 @@ def constant(value: float) -> Initializer:
 
 
 def uniform(low: float, high: float) -> Initializer:
-    return lambda key, shape, dtype: jax.random.uniform(key, shape, jnp.float32, low, high).astype(dtype)
+    return lambda key, shape, dtype: (low + (high - low) * _draw(jax.random.uniform, key, shape)).astype(dtype)
 
 
 def log_uniform(low: float, high: float) -> Initializer:
     """log of U(low, high): the release's initialisation of A_log."""
-    return lambda key, shape, dtype: jnp.log(jax.random.uniform(key, shape, jnp.float32, low, high)).astype(dtype)
+    flat = uniform(low, high)
+    return lambda key, shape, dtype: jnp.log(flat(key, shape, jnp.float32)).astype(dtype)
 
 
 def random_bytes(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -90,4 +99,3 @@ def stack(blueprint: Any, repeats: int) -> Any:
         lambda s: dataclasses.replace(s, shape=(repeats, *s.shape), axes=("repeats", *s.axes)),
         blueprint,
     )
-

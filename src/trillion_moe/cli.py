@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, TypeError, OSError, FloatingPointError) as error:
+    except (api.ConfigError, api.CheckpointError, api.InputError, OSError, EOFError, FloatingPointError) as error:
         print(f"trillion-moe {args.verb}: {error}", file=sys.stderr)
         return 1
 

@@ -148,11 +148,13 @@ class VisionConfig(_Section):
 
 @dataclass(frozen=True)
 class CheckpointNames(_Section):
-    """How tensors are named. `prefix` stands before `layers.0`; `names` "release" puts dense MLPs under `mlp.`,
-    "transformers" (its `save_pretrained` of kimi_linear) under `block_sparse_moe.`"""
+    """`prefix` stands before `layers.0`; `names` "release" puts dense MLPs under `mlp.`, "transformers" (its
+    `save_pretrained` of kimi_linear) under `block_sparse_moe.`; `narrow`: ends of the names of float32 tensors that are
+    stored in the dtype of the others (transformers' bf16 models)."""
 
     prefix: str
     names: Literal["release", "transformers"] = "release"
+    narrow: tuple[str, ...] = ()
 
 
 _PREFIX = {"kimi_k3": "language_model.model.", "kimi_linear": "model."}
@@ -173,8 +175,7 @@ class ModelConfig:
 
     `attn_res_block`: decoder layers per block of attention residuals, None = ordinary residuals. `situ_beta`,
     `situ_linear_beta`: caps of SiTU on the gate and up branch; None = 1.0 and no cap. `dtype`: of the stored weights.
-    `checkpoint` defaults to the release's names. `source` is the JSON text this came from, so that `to_json` loses
-    nothing; it takes no part in equality or hashing.
+    `checkpoint` defaults to the release's names. `source`, the JSON text this came from, is not compared or hashed.
     """
 
     model_type: Literal["kimi_k3", "kimi_linear"]
@@ -442,15 +443,15 @@ _KEYS = (
     key("quantization", _MXFP4, "text:quantization_config", alt=("top:quantization_config",), default=None),
     key("checkpoint.prefix", cj.TEXT, "ours:checkpoint.prefix", default=_PREFIX.get),
     key("checkpoint.names", choice("release", "transformers"), "ours:checkpoint.names", default="release"),
+    key("checkpoint.narrow", cj.TEXTS, "ours:checkpoint.narrow", default=()),
 )  # fmt: skip
 
-# Keys that would change the computation, at the only value implemented, and numbers that follow from fields.
+# Keys that would change the computation, at the only value implemented, and numbers that follow.
 _CHECKS = (
     Check("text:model_type", ("kimi_linear",)),
     Check("text:num_nextn_predict_layers", (0,)),
     Check("text:mla_use_nope", (True,), "mla"),
-    # MLA has a key per query head whatever this says; 32 is what transformers writes where nobody set it.
-    Check("text:num_key_value_heads", lambda cfg: (cfg.mla.num_heads, None, 32), "mla"),
+    Check("text:num_key_value_heads", lambda cfg: (cfg.mla.num_heads, None, 32), "mla"),  # 32: transformers' default
     Check("text:qk_head_dim", lambda cfg: (cfg.mla.qk_head_dim,), "mla", fresh=False),
     Check("text:attention_bias", (False,), fresh=False),
     Check("text:attention_dropout", (0,), fresh=False),
@@ -489,9 +490,8 @@ _INERT_BECAUSE = {  # reason -> scopes (joined by +) and the keys
         length_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size exponential_decay_length_penalty output_scores
         forced_bos_token_id forced_eos_token_id remove_invalid_values repetition_penalty return_dict_in_generate
         sep_token_id prefix""",
-    "about tasks and encoder-decoders, which this is not": """root+text id2label label2id problem_type finetuning_task
-        is_decoder task_specific_params tokenizer_class tie_encoder_decoder cross_attention_hidden_size
-        tf_legacy_loss""",
+    "about tasks and encoder-decoders": """root+text id2label label2id problem_type finetuning_task is_decoder
+        task_specific_params tokenizer_class tie_encoder_decoder cross_attention_hidden_size tf_legacy_loss""",
 }
 _INERT_ROWS = [(reason, *words.split()) for reason, words in _INERT_BECAUSE.items()]
 INERT = {f"{scope}:{name}": why for why, at, *names in _INERT_ROWS for scope in at.split("+") for name in names}

@@ -35,7 +35,7 @@ class Segment:
     repeats: int
 
 
-def plan(cfg: ModelConfig, *, scan: bool | None = None) -> tuple[Segment, ...]:
+def depth_plan(cfg: ModelConfig, *, scan: bool | None = None) -> tuple[Segment, ...]:
     """Depth as data. A repeat is one block of attention residuals; without them, the shortest repeating run of layers.
 
     scan: stack what repeats; None decides by depth (more than SCAN_ABOVE layers).
@@ -87,7 +87,8 @@ class Model(nnx.Module):
     def __init__(self, cfg: ModelConfig, *, dtype: str | None = None, plan: tuple[Segment, ...] | None = None):
         dtype = dtype or cfg.dtype
         self.config, self.dtype = cfg, dtype
-        self.plan = _default_plan(cfg) if plan is None else plan
+        self.plan = depth_plan(cfg) if plan is None else plan
+        _check_plan(cfg, self.plan)
         d, v, std = cfg.hidden_size, cfg.vocab_size, normal(cfg.initializer_range)
         self.embed = Spec((v, d), dtype, ("vocab", "embed"), std)
         self.segments = tuple(
@@ -101,7 +102,15 @@ class Model(nnx.Module):
         self.projector = Projector(cfg, dtype=dtype) if cfg.vision is not None else None
 
 
-_default_plan = plan  # `plan` is also the name of an argument and an attribute of Model
+def _check_plan(cfg: ModelConfig, plan: tuple[Segment, ...]) -> None:
+    """ValueError for a plan that would compute another model than the config's."""
+    kinds = [kind for segment in plan for kind in segment.layers * segment.repeats]
+    if kinds != [LayerSpec(a, f) for a, f in zip(cfg.attention, cfg.mlp, strict=True)]:
+        raise ValueError(f"the plan's {len(kinds)} layers are not the {cfg.num_layers} of the config, in its order")
+    sizes = [len(segment.layers) for segment in plan for _ in range(segment.repeats)]
+    block = cfg.attn_res_block
+    if block is not None and sizes != [min(block, cfg.num_layers - i) for i in range(0, cfg.num_layers, block)]:
+        raise ValueError(f"a repeat must be one block of attention residuals, {block} layers; the plan has {sizes}")
 
 
 def layer_places(model_plan: tuple[Segment, ...]) -> list[tuple[int, int, int | None]]:
@@ -148,6 +157,11 @@ def init_caches(model: Model, batch: int, capacity: int) -> Caches:
     return Caches(layers, jnp.zeros((batch, capacity), jnp.int32), *(jnp.zeros(batch, jnp.int32),) * 2)
 
 
+def bucket(length: int) -> int:
+    """The power of two, at least 64, that holds `length` tokens: lengths are padded to it, so that few are compiled."""
+    return max(64, 1 << (length - 1).bit_length())
+
+
 def grow(caches: Caches, capacity: int) -> Caches:
     """The same caches with room for `capacity` positions."""
     more = capacity - caches.capacity
@@ -191,25 +205,35 @@ def _take(x_BT: jax.Array, index_BT: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_BT, index_BT.reshape(*index_BT.shape, *(1,) * (x_BT.ndim - 2)), axis=1)
 
 
-def embed(model: Model, tokens_BT: jax.Array, images: ImageBatch | None = None, tap: dict | None = None) -> jax.Array:
-    """Token embeddings with the projected image features at the placeholders, in order -> ``[B, T, D]``."""
+def embed(
+    model: Model, tokens_BT, images: ImageBatch | None = None, segments_BT=None, tap: dict | None = None
+) -> jax.Array:
+    """Token embeddings with the projected image features at the placeholders, in order -> ``[B, T, D]``.
+
+    What stands in padding is no placeholder.
+    """
     x_BTD = model.embed[tokens_BT].astype(activation_dtype(model))
     if images is None:
         return x_BTD
     features_MD = model.projector(model.vision(images, model.config, tap), model.config, tap)
-    return splice(x_BTD, tokens_BT, features_MD.astype(x_BTD.dtype), model.config.media_id)
+    holds_BT = tokens_BT == model.config.media_id
+    if segments_BT is not None:
+        holds_BT &= segments_BT > 0
+    return splice(x_BTD, holds_BT, features_MD)
 
 
 def trunk(
     model: Model, x_BTD, segments_BT=None, caches: Caches | None = None, *, remat: bool = False, tracing: bool = False
-):
+) -> tuple[jax.Array, Any, list[Any], tuple[jax.Array, Any]]:
     """Embeddings to final hidden states, for rows whose padding stands at the end.
 
     -> hidden ``[B, T, D]`` after the final norm, caches (None if none given), aux per layer, final mix ``[B, T, D]``.
     A row whose tokens do not fit the caches comes out as NaN.
     """
     cfg = model.config
-    run = Run(cfg, tuple(s.repeats for s in model.plan), tracing=tracing, remat=remat and caches is None)
+    if remat and caches is not None:
+        raise ValueError("remat recomputes for gradients; with caches there are none to take")
+    run = Run(cfg, tuple(s.repeats for s in model.plan), tracing=tracing, remat=remat)
     ctx, caches, fits_B = _context(x_BTD.shape[:2], segments_BT, caches)
     layers = None if caches is None else caches.layers
     if cfg.attn_res_block is None:
@@ -264,7 +288,7 @@ def forward(model: Model, tokens_BT, *, segments=None, images: ImageBatch | None
     caches = init_caches(model, *tokens_BT.shape) if caches is None else caches
     rows = Compaction.of(segments)
     segments_BT = None if segments is None else rows.forth(segments)
-    x_BTD = embed(model, rows.forth(tokens_BT), images)
+    x_BTD = embed(model, rows.forth(tokens_BT), images, segments_BT)
     hidden_BTD, caches, *_ = trunk(model, x_BTD, segments_BT, caches)
     return rows.back(unembed(model, hidden_BTD)), caches
 
@@ -305,7 +329,7 @@ def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple
     by_token = {k: batch[k] for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
     batch = dict(batch) | jax.tree.map(rows.forth, by_token)
     targets_BT, counted_BT = next_token_targets(model, batch)
-    x_BTD = embed(model, batch["tokens"], batch.get("images"))
+    x_BTD = embed(model, batch["tokens"], batch.get("images"), batch.get("segments"))
     hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
     total, correct = cross_entropy(model, hidden_BTD, targets_BT, counted_BT)
     count = jnp.sum(counted_BT, dtype=jnp.int32)
@@ -333,7 +357,10 @@ def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax
         picked_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
         nll_N = jax.nn.logsumexp(logits_NV, axis=1) - picked_N
         hit_N = jnp.argmax(logits_NV, axis=1) == targets_N
-        return (sums[0] + jnp.sum(jnp.where(counted_N, nll_N, 0)), sums[1] + jnp.sum(hit_N & counted_N, dtype=jnp.int32)), None
+        return (
+            sums[0] + jnp.sum(jnp.where(counted_N, nll_N, 0)),
+            sums[1] + jnp.sum(hit_N & counted_N, dtype=jnp.int32),
+        ), None
 
     zero = jnp.zeros((), accumulator(hidden_BTD.dtype))
     xs = chunks(hidden_BTD, d), chunks(targets_BT), chunks(counted_BT)

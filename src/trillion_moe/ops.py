@@ -69,7 +69,8 @@ def dense(w: Weight, dtype: DTypeLike) -> jax.Array:
             base = dense(w.base, dtype)
             acc = accumulator(dtype)
             a, b = (_per_expert(m, w.slots).astype(acc) for m in (w.a, w.b))
-            return (base.astype(acc) + w.scaling * (a @ b)).astype(dtype)
+            delta = jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+            return (base.astype(acc) + w.scaling * delta).astype(dtype)
         case _:
             assert_never(w)
 

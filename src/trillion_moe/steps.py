@@ -20,7 +20,7 @@ def prefill_step(model: Model, tokens_BT, segments_BT, caches: Caches, images: I
 
     segments_BT: int32, 0 = padding, which stands at the end of a row; None without padding.
     """
-    hidden_BTD, caches, *_ = trunk(model, embed(model, tokens_BT, images), segments_BT, caches)
+    hidden_BTD, caches, *_ = trunk(model, embed(model, tokens_BT, images, segments_BT), segments_BT, caches)
     if segments_BT is None:
         return unembed(model, hidden_BTD[:, -1]), caches
     last_B = jnp.maximum(jnp.sum(segments_BT > 0, axis=1) - 1, 0)
@@ -85,5 +85,5 @@ def train_step(
 
     (value, metrics), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
     updates, opt_state = optimizer.update(grads, opt_state, trainable)
-    metrics = metrics | {"loss": value, "grad_norm": optax.global_norm(grads)}
+    metrics = metrics | {"loss": value, "grad_norm": optax.tree.norm(grads)}
     return optax.apply_updates(trainable, updates), opt_state, metrics

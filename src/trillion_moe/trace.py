@@ -22,7 +22,7 @@ def trace(model: Model, tokens_BT, *, segments=None, images: ImageBatch | None =
     rows, arrays = Compaction.of(segments), {}
     compact_BT = rows.forth(tokens_BT)
     segments_BT = None if segments is None else rows.forth(segments)
-    x_BTD = embed(model, compact_BT, images, arrays)
+    x_BTD = embed(model, compact_BT, images, segments_BT, arrays)
     hidden_BTD, caches, aux, (mix_BTD, bank) = trunk(
         model, x_BTD, segments_BT, init_caches(model, *tokens_BT.shape), tracing=True
     )

@@ -49,3 +49,8 @@ class LoRA:
 
 
 Weight = jax.Array | MXFP4 | LoRA
+
+
+def is_weight(node: Any) -> bool:
+    """For `is_leaf`: a packed or adapted matrix is one leaf, not its arrays."""
+    return isinstance(node, MXFP4 | LoRA)

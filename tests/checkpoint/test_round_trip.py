@@ -15,7 +15,7 @@ from tests.checkpoint.tools import FLOAT32, GOLDENS, Checkpoint, blueprint_of, l
 from trillion_moe import checkpoint
 from trillion_moe.checkpoint.names import ROWS, slots, tree_leaves
 from trillion_moe.config import ModelConfig
-from trillion_moe.model import Model, plan
+from trillion_moe.model import Model, depth_plan
 from trillion_moe.transforms import quantize_experts
 from trillion_moe.weights import MXFP4
 
@@ -223,7 +223,7 @@ def test_stacked_and_unrolled_models_write_the_same_files(quantization, tmp_path
     rng = np.random.default_rng(0)
     model = jax.tree.map(
         lambda spec: jnp.asarray(rng.integers(60, 200, spec.shape), spec.dtype),
-        quantize_experts(Model(cfg, plan=plan(cfg, scan=True)), layout="kn"),
+        quantize_experts(Model(cfg, plan=depth_plan(cfg, scan=True)), layout="kn"),
     )
     assert [segment.repeats for segment in model.plan] == [1, 2, 1]
     checkpoint.save(tmp_path / "in", model)

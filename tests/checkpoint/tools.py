@@ -11,7 +11,7 @@ import numpy as np
 
 from trillion_moe import checkpoint
 from trillion_moe.layers.block import LayerSpec
-from trillion_moe.model import Model, Segment, plan
+from trillion_moe.model import Model, Segment, depth_plan
 from trillion_moe.transforms import quantize_experts
 from trillion_moe.weights import Layout
 
@@ -135,7 +135,7 @@ def blueprint_of(
     stored, dtype: str | None = None, quantization: str = "keep", scan: bool | None = None, layout: Layout = "nk"
 ):
     cfg = stored if quantization == "keep" else dataclasses.replace(stored, quantization=None)
-    blueprint = Model(cfg, dtype=dtype, plan=plan(cfg, scan=scan))
+    blueprint = Model(cfg, dtype=dtype, plan=depth_plan(cfg, scan=scan))
     return blueprint if cfg.quantization is None else quantize_experts(blueprint, layout=layout)
 
 

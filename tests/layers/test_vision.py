@@ -129,7 +129,7 @@ def test_spliced_embeddings(folder: Path, cfg: ModelConfig) -> None:
         tokens, segments = expand_placeholders(given_ids, None, counts, MEDIA, PAD)
         np.testing.assert_array_equal(tokens, golden["input_ids_expanded"])
         assert segments is None
-        got = splice(jnp.asarray(table)[tokens], jnp.asarray(tokens), jnp.asarray(golden["vision.projected"]), MEDIA)
+        got = splice(jnp.asarray(table)[tokens], jnp.asarray(tokens) == MEDIA, jnp.asarray(golden["vision.projected"]))
         np.testing.assert_array_equal(got, golden["embed"])
 
 
@@ -405,12 +405,12 @@ def test_splice_in_row_major_order_with_gradient() -> None:
     out = jax.jit(splice, static_argnums=3)(embeddings, tokens, rows, MEDIA)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, jnp.array([[[0, 0], [1, 2], [3, 4]], [[5, 6], [0, 0], [0, 0]]], jnp.bfloat16))
-    to_rows, to_embeddings = jax.grad(lambda r, e: jnp.sum(splice(e, tokens, r, MEDIA)), (0, 1))(rows, embeddings)
+    to_rows, to_embeddings = jax.grad(lambda r, e: jnp.sum(splice(e, tokens == MEDIA, r)), (0, 1))(rows, embeddings)
     np.testing.assert_array_equal(to_rows, np.ones((3, 2)))
     np.testing.assert_array_equal(to_embeddings[..., 0], [[1, 0, 0], [0, 1, 1]])
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_splice_poisons_on_a_wrong_count(count: int) -> None:
-    out = splice(jnp.zeros((1, 5, 2)), jnp.array([[1, MEDIA, 2, MEDIA, MEDIA]]), jnp.ones((count, 2)), MEDIA)
+    out = splice(jnp.zeros((1, 5, 2)), jnp.array([[1, MEDIA, 2, MEDIA, MEDIA]]) == MEDIA, jnp.ones((count, 2)))
     assert np.all(np.isnan(out))

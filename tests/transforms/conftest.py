@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trillion_moe.config import ModelConfig
-from trillion_moe.model import Model, forward, plan
+from trillion_moe.model import Model, depth_plan, forward
 from trillion_moe.transforms import LoRAConfig, add_lora
 from trillion_moe.weights import LoRA
 
@@ -51,12 +51,12 @@ def linear_config(goldens: Path) -> ModelConfig:
 @pytest.fixture(scope="session")
 def scanned(config: ModelConfig) -> Model:
     """Blueprint: layers 0-1 (KDA and dense, MLA and MoE), then 2-7 as three repeats of two (KDA, MLA, both MoE)."""
-    return Model(config, plan=plan(config, scan=True))
+    return Model(config, plan=depth_plan(config, scan=True))
 
 
 @pytest.fixture(scope="session")
 def unrolled(config: ModelConfig) -> Model:
-    return Model(config, plan=plan(config, scan=False))
+    return Model(config, plan=depth_plan(config, scan=False))
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def small(config: ModelConfig) -> Iterator[Model]:
     depth = {"attention": ("kda", "kda", "kda", "mla"), "mlp": ("dense", "moe", "moe", "moe")}
     cfg = dataclasses.replace(config, num_layers=4, attn_res_block=1, **depth)
     with jax.enable_x64(True):
-        model = _filled(Model(cfg, plan=plan(cfg, scan=True)), "float64")
+        model = _filled(Model(cfg, plan=depth_plan(cfg, scan=True)), "float64")
         model.dtype = "float64"
         yield model
 
@@ -83,7 +83,7 @@ def small(config: ModelConfig) -> Iterator[Model]:
 def two_layers(config: ModelConfig) -> Model:
     """A model to differentiate, as it compiles fast: one layer (KDA, MoE), twice."""
     cfg = dataclasses.replace(config, num_layers=2, attn_res_block=1, attention=("kda", "kda"), mlp=("moe", "moe"))
-    return _filled(Model(cfg, plan=plan(cfg, scan=True)))
+    return _filled(Model(cfg, plan=depth_plan(cfg, scan=True)))
 
 
 def _filled(blueprint: Any, dtype: str | None = None) -> Any:

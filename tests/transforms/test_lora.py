@@ -11,7 +11,7 @@ import pytest
 
 from trillion_moe.blueprint import Spec, init
 from trillion_moe.layers.vision import ImageBatch
-from trillion_moe.model import Model, plan
+from trillion_moe.model import Model, depth_plan
 from trillion_moe.ops import dense
 from trillion_moe.transforms import (
     GROUPS,
@@ -20,7 +20,6 @@ from trillion_moe.transforms import (
     count_by_group,
     describe,
     experts_from_load,
-    moe_layers,
     quantize_experts,
     remove_lora,
     split_segments,
@@ -54,7 +53,7 @@ CONFIGS = [
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("cfg", CONFIGS, ids=range(len(CONFIGS)))
 def test_blueprint_and_arrays_get_one_structure(config, cfg: LoRAConfig, packed: bool, scan: bool) -> None:
-    blueprint = Model(config, plan=plan(config, scan=scan))
+    blueprint = Model(config, plan=depth_plan(config, scan=scan))
     blueprint = quantize_experts(blueprint) if packed else blueprint
     drawn_last = jax.eval_shape(lambda key: init(add_lora(blueprint, cfg), key), KEY)
     drawn_first = jax.eval_shape(lambda key: add_lora(init(blueprint, key), cfg, key), KEY)
@@ -269,22 +268,23 @@ def test_cuts_are_at_the_first_layer_of_a_repeat(scanned: Model, cut: int) -> No
 # --- experts chosen by load ------------------------------------------------------------------------------------------
 
 
-def test_experts_from_load_takes_the_busiest() -> None:
-    counts = np.array([[3, 9, 9, 0, 1], [0, 0, 0, 0, 7]])
-    assert experts_from_load(counts, 2, layers=(1, 3)) == ((1, (1, 2)), (3, (0, 4)))
-    assert experts_from_load(counts, 1) == ((0, (1,)), (1, (4,)))
+def test_experts_from_load_takes_the_busiest(scanned: Model) -> None:
+    """The rows are the layers with routed experts, 1 to 7 here: dense layer 0 has none."""
+    counts = np.zeros((7, 5), int)
+    counts[:2] = [[3, 9, 9, 0, 1], [0, 0, 0, 0, 7]]
+    assert experts_from_load(scanned, counts, 2)[:2] == ((1, (1, 2)), (2, (0, 4)))
     for top_n in (0, 6):
         with pytest.raises(ValueError, match=f"top_n = {top_n}: legal is 1 to the number of experts, 5"):
-            experts_from_load(counts, top_n)
-    with pytest.raises(ValueError, match="counts has 2 rows, layers 1 entries"):
-        experts_from_load(counts, 1, layers=(1,))
+            experts_from_load(scanned, counts, top_n)
+    with pytest.raises(ValueError, match="counts has 1 rows, the model 7 layers with routed experts"):
+        experts_from_load(scanned, counts[:1], 1)
     with pytest.raises(ValueError, match="legal is integers"):
-        experts_from_load(counts / 2, 1)
+        experts_from_load(scanned, counts / 2, 1)
 
 
 def test_chosen_experts_go_where_they_were_chosen(scanned: Model) -> None:
     counts = np.random.default_rng(0).integers(0, 100, (7, 5))
-    experts = experts_from_load(counts, 2, layers=moe_layers(scanned))
+    experts = experts_from_load(scanned, counts, 2)
     cfg = LoRAConfig(targets=("routed_experts",), experts=experts)
     adapted, chosen = add_lora(scanned, cfg), cfg.experts_by_layer
     assert chosen is not None

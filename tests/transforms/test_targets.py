@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from trillion_moe.model import Model, plan
+from trillion_moe.model import Model, depth_plan
 from trillion_moe.transforms import GROUPS, LoRAConfig, add_lora, moe_layers
 from trillion_moe.transforms.targets import places
 from trillion_moe.weights import LoRA
@@ -81,7 +81,7 @@ def test_every_matrix_is_in_one_group_or_is_named_here(scanned: Model) -> None:
 def test_paths_are_compared_whole(config, deepened) -> None:
     """`layers.1` is not the beginning of `layers.11`, and `q` is not the beginning of `q_a`."""
     deep = deepened(config, 14)
-    model = Model(deep, plan=plan(deep, scan=True))
+    model = Model(deep, plan=depth_plan(deep, scan=True))
     assert targeted(model, "layers.2.attention.q", "layers.1.ffn.latent_up", "head") == {
         "layers.2.attention.q",
         "layers.1.ffn.latent_up",

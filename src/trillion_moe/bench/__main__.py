@@ -1,11 +1,11 @@
-"""`python -m trillion_moe.bench [--only train|decode|grouped ...] [--output FILE]`: measure, print, and write JSON."""
+"""`python -m trillion_moe.bench [--only grouped|model] [--output FILE]`: measure, print, and write JSON."""
 
 import argparse
 import json
 import os
 import platform
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,15 @@ def _machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _grouped(rounds: int) -> list[dict[str, Any]]:
@@ -57,23 +64,16 @@ def _model(rounds: int) -> dict[str, Any]:
 
     results = model.measure(rounds)
     for part in results.values():
-        faster = part["faster"]
-        print(part["what"])
-        print(
-            f"  transformers {part['transformers']['median_ms']:8.1f} ms   ours {part['ours']['median_ms']:8.1f} ms (medians)"
-        )
-        print(
-            f"  faster by {faster['of_medians']:.2f} (medians), {faster['of_minima']:.2f} (minima); compile {part['compile_s']:.1f} s"
-        )
+        theirs, ours, faster = part["transformers"], part["ours"], part["faster"]
+        print(f"{part['what']}: medians {theirs['median_ms']:.0f} ms transformers, {ours['median_ms']:.0f} ms ours")
+        print(f"  faster {faster['of_medians']:.2f}x by medians, {faster['of_minima']:.2f}x by minima", end="; ")
+        print(f"compiled in {part['compile_s']:.1f} s")
     train, decode = results["train"], results["decode"]
-    print(
-        f"  training uses {train['share_of_gemm_rate']:.0%} of the {train['gemm_gflops']:.0f} GFLOP/s a matmul reaches here;",
-        end=" ",
-    )
-    print(f"losses {train['loss']['ours']:.5f} / {train['loss']['transformers']:.5f}")
-    print(
-        f"  decoding {decode['tokens_per_s']['ours']:.0f} tokens/s; equal tokens in {decode['rows_with_equal_tokens']} rows"
-    )
+    print(f"training at {train['share_of_gemm_rate']:.0%} of the {train['gemm_gflops']:.0f} GFLOP/s of one matmul")
+    print(f"  losses {train['loss']['ours']:.5f} ours, {train['loss']['transformers']:.5f} transformers")
+    speed = decode["tokens_per_s"]
+    print(f"decoding {speed['ours']:.0f} tokens/s ours, {speed['transformers']:.0f} transformers")
+    print(f"  equal tokens in {decode['rows_with_equal_tokens']} rows")
     return results
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: folders of safetensors with Hugging Face names, and Orbax.
 
-    read_config, refine, load_into    a folder's config, and its tensors into a blueprint
+    read_config, load_into            a folder's config, and its tensors into a blueprint
     save                              a model back into such a folder, bit for bit
     save_orbax, load_orbax, is_orbax  a model with whatever weights it has, adapters included
     compare_experts                   a packed checkpoint against the one it was made from
@@ -10,7 +10,7 @@ What is wrong with a checkpoint comes in one `CheckpointError`.
 
 from trillion_moe.checkpoint.compare import compare_experts
 from trillion_moe.checkpoint.errors import CheckpointError
-from trillion_moe.checkpoint.load import load_into, read_config, refine
+from trillion_moe.checkpoint.load import load_into, read_config
 from trillion_moe.checkpoint.orbax_io import is_orbax, load_orbax, save_orbax
 from trillion_moe.checkpoint.save import save
 
@@ -21,7 +21,6 @@ __all__ = [
     "load_into",
     "load_orbax",
     "read_config",
-    "refine",
     "save",
     "save_orbax",
 ]

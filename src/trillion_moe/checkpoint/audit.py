@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trillion_moe.checkpoint.names import PREFIXES, Form, Slot, head_prefix
-from trillion_moe.checkpoint.safetensors_io import NAMES, RANK, Entry, Header, read_header
+from trillion_moe.checkpoint.safetensors_io import NAMES, RANK, STORED, Entry, Header, read_header
 from trillion_moe.checkpoint.shards import INDEX, Shards
 from trillion_moe.config import ModelConfig
 
@@ -146,7 +146,7 @@ class _Walk:
 
 
 def _entry_findings(slot: Slot, entry: Entry) -> Iterator[str]:
-    legal = ("F32",) if slot.float32 else DTYPES.get(slot.part, FLOATS)
+    legal = (STORED[slot.narrow or "float32"],) if slot.float32 else DTYPES.get(slot.part, FLOATS)
     if entry.dtype not in legal:
         why = ", because rounding it changes the model" if slot.float32 else ""
         yield f"wrong dtype {entry.dtype}: legal is {' or '.join(legal)}{why}"

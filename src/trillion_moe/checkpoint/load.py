@@ -14,7 +14,7 @@ from trillion_moe.blueprint import Spec
 from trillion_moe.checkpoint.audit import Located, dtype_findings, legal_a_log, locate
 from trillion_moe.checkpoint.content import content_findings, read
 from trillion_moe.checkpoint.errors import CheckpointError
-from trillion_moe.checkpoint.names import PREFIXES, Slot, slots, to_held, tree_leaves
+from trillion_moe.checkpoint.names import NARROWABLE, PREFIXES, Slot, slots, to_held, tree_leaves
 from trillion_moe.checkpoint.safetensors_io import NAMES, NUMPY, Entry, Reader, read_header
 from trillion_moe.checkpoint.shards import Shards, find_shards
 from trillion_moe.config import ModelConfig
@@ -49,7 +49,7 @@ def refine(cfg: ModelConfig, folder: str | Path) -> ModelConfig:
 
 
 def _refined(cfg: ModelConfig, shards: Shards) -> ModelConfig:
-    prefixes, transformers, seen = Counter(), False, {}
+    prefixes, transformers, seen, narrow = Counter(), False, {}, set()
     beginnings = {
         prefix: (f"{prefix}layers.", f"{prefix}embed_tokens.") for prefix in (*PREFIXES, cfg.checkpoint.prefix)
     }
@@ -59,8 +59,16 @@ def _refined(cfg: ModelConfig, shards: Shards) -> ModelConfig:
             transformers = True
         elif name.endswith(("embed_tokens.weight", "self_attn.A_log")):
             seen.setdefault(name.rpartition(".")[2], []).append(entry)
+        end = name.rpartition("self_attn.")[2]
+        if cfg.model_type == "kimi_linear" and end in NARROWABLE and entry.dtype in ("BF16", "F16"):
+            narrow.add(end)
     prefix = prefixes.most_common(1)[0][0] if prefixes else cfg.checkpoint.prefix
-    names = dataclasses.replace(cfg.checkpoint, prefix=prefix, names="transformers" if transformers else "release")
+    names = dataclasses.replace(
+        cfg.checkpoint,
+        prefix=prefix,
+        names="transformers" if transformers else "release",
+        narrow=tuple(end for end in NARROWABLE if end in narrow),
+    )
     dtypes = [DTYPE_NAMES[e.dtype] for e in seen.get("weight", ()) if e.dtype in DTYPE_NAMES]
     kda = cfg.kda
     if kda is not None:
@@ -125,7 +133,8 @@ class _Fill:
             return self._decoded(leaf, parts)
         first = parts["weight"][0][0], parts["weight"][0][1][0]
         keep = self.keep_dtypes or first[0].float32
-        out = np.empty(leaf.shape, NUMPY[NAMES[first[1]["dtype"]]] if keep else jnp.dtype(leaf.dtype))
+        stored = np.dtype(np.float32) if first[0].float32 else NUMPY[NAMES[first[1]["dtype"]]]
+        out = np.empty(leaf.shape, stored if keep else jnp.dtype(leaf.dtype))
         for slot, place in parts["weight"]:
             for e in range(slot.count):
                 held = to_held(slot, read(self.reader, slot, place, e))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from trillion_moe.config import ModelConfig
-from trillion_moe.weights import MXFP4, LoRA
+from trillion_moe.weights import MXFP4, LoRA, is_weight
 
 Part = Literal["weight", "packed", "scale"]
 SUFFIX: dict[Part, str] = {"weight": ".weight", "packed": ".weight_packed", "scale": ".weight_scale"}
@@ -98,6 +98,8 @@ TABLE = (
     Row("projector.norm", "mm_projector.post_norm.weight"),
 )
 ROWS = {row.leaf: row for row in TABLE}
+NARROWABLE = tuple(row.stored.removeprefix(_SELF) for row in TABLE if row.float32 and row.stored.startswith(_SELF))
+"""Ends of the names of the tensors that `CheckpointNames.narrow` may name: KDA's, never the router's bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class Slot:
     names: tuple[str, ...]
     experts: int | None
     float32: bool
+    narrow: str | None = None  # dtype it is stored in if that is narrower than float32
 
     @property
     def count(self) -> int:
@@ -125,10 +128,6 @@ class Slot:
     def index(self, expert: int) -> tuple[int, ...]:
         """Where in its leaf the tensor lies."""
         return (() if self.repeat is None else (self.repeat,)) + (() if self.experts is None else (expert,))
-
-
-def is_weight(leaf: Any) -> bool:
-    return isinstance(leaf, MXFP4 | LoRA)
 
 
 def tree_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -204,7 +203,8 @@ def _slots_of(
     names = tuple(spelling.format(**where) for spelling in spellings)
     if row.form is not Form.EXPERTS:
         shape = stored_shape(row.form, held, cfg)
-        yield Slot(path, repeat, "weight", row.form, shape, held, names, None, row.float32)
+        narrow = cfg.dtype if names[0].endswith(tuple(f".{end}" for end in cfg.checkpoint.narrow)) else None
+        yield Slot(path, repeat, "weight", row.form, shape, held, names, None, row.float32, narrow)
         return
     experts, k, n = held
     shapes: dict[Part, tuple[int, ...]] = {"weight": (n, k), "packed": (n, k // 2), "scale": (n, k // GROUP)}

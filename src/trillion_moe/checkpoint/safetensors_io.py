@@ -34,6 +34,7 @@ BITS = {
     for name in names.split()
 }
 RANK = {name: i for i, name in enumerate(BITS)}
+STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}  # numpy name -> stored name
 NAMES = tuple(BITS)
 
 # What our tensors may be. E8M0 scales are handled as the bytes they are, never as numbers.

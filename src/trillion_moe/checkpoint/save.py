@@ -13,12 +13,10 @@ import numpy as np
 from trillion_moe.checkpoint.atomic import new_folder, write_text
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.names import Slot, slots, to_stored, tree_leaves
-from trillion_moe.checkpoint.safetensors_io import Planned, write_file
+from trillion_moe.checkpoint.safetensors_io import NUMPY, STORED, Planned, write_file
 from trillion_moe.checkpoint.shards import INDEX, SINGLE
 from trillion_moe.config import ModelConfig
 from trillion_moe.weights import MXFP4, LoRA
-
-STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
 
 
 def save(folder: str | Path, model: Any, *, shard_bytes: float = 5e9) -> None:
@@ -89,7 +87,8 @@ def _planned(model: Any, leaves: dict[str, Any], cfg: ModelConfig) -> Iterator[t
         turned = packed and leaf.layout == "kn"
         for e in range(slot.count):
             fetch = functools.partial(_fetch, array, slot, e, turned)
-            yield slot.name(e), Planned(STORED[str(array.dtype)], slot.shape, fetch)
+            dtype = str(array.dtype) if slot.narrow is None else slot.narrow
+            yield slot.name(e), Planned(STORED[dtype], slot.shape, fetch)
 
 
 def _fetch(array: Any, slot: Slot, expert: int, turned: bool) -> np.ndarray:
@@ -97,7 +96,8 @@ def _fetch(array: Any, slot: Slot, expert: int, turned: bool) -> np.ndarray:
     index = slot.index(expert)
     here = isinstance(array, np.ndarray) or [d.platform for d in array.devices()] == ["cpu"]
     held = np.asarray(array)[index] if here else np.asarray(array[index])
-    return held.T if turned else to_stored(slot, held)
+    stored = held.T if turned else to_stored(slot, held)
+    return stored if slot.narrow is None else stored.astype(NUMPY[STORED[slot.narrow]])
 
 
 def _cut(tensors: dict[str, Planned], shard_bytes: float) -> list[dict[str, Planned]]:

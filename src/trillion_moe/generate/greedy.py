@@ -3,17 +3,15 @@
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trillion_moe.inputs import Images, check_inputs, check_tokens
-from trillion_moe.model import Model, init_caches
+from trillion_moe.inputs import Images, InputError, check_inputs, check_tokens
+from trillion_moe.model import Model, bucket, init_caches
 from trillion_moe.steps import greedy_steps, prefill_step
-
-PROMPT_BUCKET = 64  # prompts and caches are padded to a power of two, at least this: few lengths are ever compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Completion:
 
 def generate(
     model: Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: Any,
     *,
     images: Images = None,
     max_new_tokens: int = 128,
@@ -39,17 +37,18 @@ def generate(
     placeholder each. eos_ids: the tokens that end a row; None = the config's, () = none.
 
     Raises:
-        ValueError: an empty prompt list, an empty prompt, an id outside the vocabulary, max_new_tokens < 1.
+        InputError: an empty prompt list, an empty prompt, an id outside the vocabulary, max_new_tokens < 1.
         FloatingPointError: logits that are not finite; names the row and the step.
     """
     cfg = model.config
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        raise InputError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     eos = cfg.eos_ids if eos_ids is None else tuple(eos_ids)
     tokens, segments = _pad(model, prompts)
     tokens, segments, batch_images = check_inputs(cfg, tokens, segments, images)
+    assert segments is not None
     tokens, segments = _to_bucket(tokens, segments)
-    capacity = _bucket(int((segments > 0).sum(1).max()) + max_new_tokens)
+    capacity = bucket(int((segments > 0).sum(1).max()) + max_new_tokens)
     logits, caches = _prefill(model, tokens, segments, batch_images, capacity=capacity)
     new, bad, _ = _decode(model, logits, caches, jnp.asarray(eos, jnp.int32), steps=max_new_tokens)
     new, bad = np.asarray(new), np.asarray(bad)
@@ -72,14 +71,14 @@ def _completion(ids: np.ndarray, eos: Sequence[int]) -> Completion:
     return Completion(tuple(int(i) for i in ids), None, "eos" if ended else "length")
 
 
-def _pad(model: Model, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _pad(model: Model, prompts: Any) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as rows padded at the end, with their segments."""
     if isinstance(prompts, str) or not len(prompts) or any(isinstance(p, int | str) for p in prompts):
-        raise ValueError("prompts must be a non-empty list of token-id lists")
+        raise InputError("prompts must be a non-empty list of token-id lists")
     for row, prompt in enumerate(prompts):
         if not len(prompt):
-            raise ValueError(f"prompt {row} is empty: there is no token to continue from")
-        check_tokens(model.config, np.asarray(prompt)[None])
+            raise InputError(f"prompt {row} is empty: there is no token to continue from")
+        check_tokens(model.config, np.asarray(prompt)[None], first_row=row)
     width = max(len(p) for p in prompts)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
@@ -88,10 +87,6 @@ def _pad(model: Model, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np
     return tokens, (np.arange(width) < lengths[:, None]).astype(np.int32)
 
 
-def _bucket(length: int) -> int:
-    return max(PROMPT_BUCKET, 1 << (length - 1).bit_length())
-
-
 def _to_bucket(tokens: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    extra = ((0, 0), (0, _bucket(tokens.shape[1]) - tokens.shape[1]))
+    extra = ((0, 0), (0, bucket(tokens.shape[1]) - tokens.shape[1]))
     return np.pad(tokens, extra), np.pad(segments, extra)

@@ -22,6 +22,6 @@ def tap_into(tap: Tap, **arrays: jax.Array) -> None:
         tap.update(arrays)
 
 
-def real_tokens(segments_BT: jax.Array | None, shape: tuple[int, int]) -> jax.Array:
+def real_tokens(segments_BT: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
     """bool ``[B, T]``: which positions hold a token; all of them without segments."""
     return jnp.ones(shape, bool) if segments_BT is None else segments_BT > 0

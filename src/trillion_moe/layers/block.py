@@ -10,14 +10,14 @@ from flax import nnx
 from trillion_moe.blueprint import Spec, constant
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, real_tokens, tap_into
-from trillion_moe.layers.kda import KDA, KDACache
-from trillion_moe.layers.mla import MLA, MLACache
+from trillion_moe.layers.kda import KDA
+from trillion_moe.layers.mla import MLA
 from trillion_moe.layers.mlp import GatedMLP
 from trillion_moe.layers.moe import MoE
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.residual import AttnRes
 
-LayerCache = KDACache | MLACache | None
+LayerCache = Any  # KDACache, MLACache or None, as the layer is
 Aux = dict[str, jax.Array]
 
 
@@ -40,12 +40,12 @@ class Context:
     cached_segment_B: document to which the cached states belong.
     """
 
-    segments_BT: jax.Array | None = None
-    slots_BT: jax.Array | None = None
-    key_segments_BS: jax.Array | None = None
-    cached_segment_B: jax.Array | None = None
+    segments_BT: Any = None
+    slots_BT: Any = None
+    key_segments_BS: Any = None
+    cached_segment_B: Any = None
 
-    def visible(self, shape: tuple[int, int]):
+    def visible(self, shape: tuple[int, ...]):
         """Causal and within the document: a function from query positions to bool ``[B, t, S]``."""
         slots_BT = jnp.broadcast_to(jnp.arange(shape[1]), shape) if self.slots_BT is None else self.slots_BT
         segments_BT = jnp.ones(shape, jnp.int32) if self.segments_BT is None else self.segments_BT

@@ -106,7 +106,9 @@ class KDA(nnx.Module):
             state_segment=cached_segment_B,
         )
         y_BTC = self._gated_norm(out_BTHV, x_BTD, cfg).reshape(*x_BTD.shape[:2], -1)
-        return dot(y_BTC, self.o), None if cache is None else KDACache(*conv_caches, state)
+        if cache is not None:
+            cache = KDACache(conv_caches[0], conv_caches[1], conv_caches[2], state)
+        return dot(y_BTC, self.o), cache
 
     def log_decay(self, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
         """g ``[B, T, H, K]`` <= 0 in log space, float32: bounded below by `gate_lower_bound` if configured."""

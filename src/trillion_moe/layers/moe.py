@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from trillion_moe.blueprint import Spec, constant, normal
 from trillion_moe.config import ModelConfig
@@ -100,7 +101,7 @@ class MoE(nnx.Module):
         y_RL = self.experts(rows_RL, counts_E, cfg)
         y_NKL = _permute(y_RL, place_R, order_R).reshape(n, k, -1)
         acc = accumulator(z_NL.dtype)
-        sum_NL = jnp.einsum("nkl,nk->nl", y_NKL.astype(acc), weights_NK)
+        sum_NL = jnp.einsum("nkl,nk->nl", y_NKL.astype(acc), weights_NK, precision=lax.Precision.HIGHEST)
         return sum_NL.astype(z_NL.dtype), counts_E
 
 

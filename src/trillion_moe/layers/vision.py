@@ -141,13 +141,12 @@ class Projector(nnx.Module):
         return out_MN
 
 
-def splice(embeddings_BTN: jax.Array, tokens_BT: jax.Array, features_MN: jax.Array, media_id: int) -> jax.Array:
-    """Embeddings at `media_id` replaced, in row-major order, by the features, cast to the embeddings' dtype.
+def splice(embeddings_BTN: jax.Array, holds_BT: jax.Array, features_MN: jax.Array) -> jax.Array:
+    """Embeddings where `holds` (placeholders) replaced, in row-major order, by the features, cast to their dtype.
 
     The counts cannot be compared while tracing: if there are not exactly M placeholders the result is NaN throughout.
     `vision_positions.expand_placeholders` refuses such a batch on the host.
     """
-    holds_BT = tokens_BT == media_id
     index_BT = (jnp.cumsum(holds_BT.reshape(-1), dtype=jnp.int32) - 1).reshape(holds_BT.shape)
     rows_BTN = features_MN.astype(embeddings_BTN.dtype)[jnp.clip(index_BT, 0, len(features_MN) - 1)]
     out_BTN = jnp.where(holds_BT[..., None], rows_BTN, embeddings_BTN)

@@ -6,7 +6,6 @@ contraction, N out, r rank, E experts, S experts with an adapter.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 
 from trillion_moe.blueprint import Initializer, Spec, constant, init, is_spec, uniform
 from trillion_moe.transforms.segments import Rows, split_segments
-from trillion_moe.transforms.targets import COUNTED, GROUPS, Place, axes, choose, dims, places
+from trillion_moe.transforms.targets import COUNTED, GROUPS, Place, axes, choose, dims, moe_layers, places
 from trillion_moe.weights import LoRA
 
 Routed = Literal["independent", "shared_a", "shared"]
@@ -94,18 +93,16 @@ class LoRAConfig:
 _LEGAL_TARGETS = f"{', '.join(GROUPS)}, or an exact path such as 'layers.0.attention.q' or 'head'"
 
 
-def experts_from_load(counts: Any, top_n: int, *, layers: Sequence[int] | None = None) -> Experts:
+def experts_from_load(model: Any, counts: Any, top_n: int) -> Experts:
     """`LoRAConfig.experts`: in every layer the `top_n` experts that were given most tokens, the lower id on a tie.
 
-    counts: int [layers, E], as in ``metrics["expert_counts"]`` (summed over batches). layers: the layer number of each
-    row, `moe_layers(model)`; None means 0, 1, 2, ...
+    counts: int [MoE layers, E], as in ``metrics["expert_counts"]`` of this model (summed over batches).
     """
-    counts = np.asarray(counts)
+    counts, layers = np.asarray(counts), moe_layers(model)
     if counts.ndim != 2 or not np.issubdtype(counts.dtype, np.integer):
         raise ValueError(f"counts is {counts.dtype}{list(counts.shape)}: legal is integers [layers, E]")
-    layers = range(len(counts)) if layers is None else layers
     if len(layers) != len(counts):
-        raise ValueError(f"counts has {len(counts)} rows, layers {len(layers)} entries")
+        raise ValueError(f"counts has {len(counts)} rows, the model {len(layers)} layers with routed experts")
     if not 1 <= top_n <= counts.shape[1]:
         raise ValueError(f"top_n = {top_n}: legal is 1 to the number of experts, {counts.shape[1]}")
     best = np.sort(np.argsort(-counts, axis=1, kind="stable")[:, :top_n], axis=1)

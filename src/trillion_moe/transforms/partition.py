@@ -16,7 +16,7 @@ def partition(model: Any, *, trainable: Trainable = "lora") -> tuple[Any, Any]:
     """-> (trained, frozen): the model twice, each with None where the other has the array. `combine` joins them.
 
     trainable: "lora", the a and b of every adapter (the cut goes through the leaf: base and slots are frozen); "all",
-    every float array, also the router's bias, which no gradient reaches but weight decay would; or a function of an
+    every float array but the router's bias, which no gradient reaches and weight decay would spoil; or a function of an
     array's name (``layers.3.attention.q``, ``layers.3.attention.q.a``), which must say the same of all repeats of a
     stacked array. Integers, packed weights among them, are always frozen. ValueError if nothing is left to train.
     """
@@ -51,7 +51,7 @@ def _wanted(model: Any, trainable: Trainable) -> list[bool]:
         return [_agreed(place, trainable) for place in places(model, inside=True)[0]]
     match trainable:
         case "all":
-            return [True] * len(jax.tree.leaves(model))
+            return [not p.names[0].endswith("router.bias") for p in places(model, inside=True)[0]]
         case "lora":
             return [flag for w in jax.tree.leaves(model, is_leaf=is_weight) for flag in _adapter_arrays(w)]
     raise ValueError(f"trainable = {trainable!r}: legal is 'lora', 'all' or a function of an array's name")

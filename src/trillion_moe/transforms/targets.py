@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from trillion_moe.weights import MXFP4, LoRA
+from trillion_moe.weights import MXFP4, LoRA, is_weight
 
 GROUPS = {
     "attention": ("kda", "mla"),
@@ -64,10 +64,6 @@ class Place:
     starts: tuple[int, ...]
     group: str | None
     leaf: Any
-
-
-def is_weight(node: Any) -> bool:
-    return isinstance(node, MXFP4 | LoRA)
 
 
 def places(model: Any, *, inside: bool = False) -> tuple[list[Place], Any]:

@@ -1,0 +1,150 @@
+"""The command line: what it prints, and how it fails."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+from tests.tiny import filled, tiny_k3
+
+import trillion_moe as tm
+from trillion_moe.cli import main
+from trillion_moe.transforms.targets import places
+
+ABOUT = {"model_type": "kimi_k3", "layers": 8, "kda_layers": 6, "mla_layers": 2, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module", params=["a", "a/mxfp4"])
+def folder(request, goldens):
+    return goldens / "kimi_k3" / request.param
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Two layers, as a checkpoint: they compile fast."""
+    kinds = {"num_layers": 2, "attention": ("kda", "mla"), "mlp": ("dense", "moe")}
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    tm.save(folder, filled(tiny_k3(**kinds)))
+    return folder
+
+
+def values(place) -> int:
+    """Numbers that a leaf of a model stands for."""
+    if place.names[0].endswith(".packed"):
+        return 2 * place.leaf.size
+    return 0 if place.names[0].endswith(".scale") else place.leaf.size
+
+
+def test_inspect_json(folder, capsys) -> None:
+    """Totals are those of the model's arrays; a packed byte holds two parameters, a scale none."""
+    assert main(["inspect", str(folder), "--json"]) == 0
+    printed = capsys.readouterr()
+    about, model = json.loads(printed.out), tm.load(folder)
+    assert printed.err == ""
+    assert ABOUT.items() <= about.items()
+    assert about["experts"] == ("packed MXFP4" if folder.name == "mxfp4" else "float32")
+    found = places(model, inside=True)[0]
+    assert about["parameters"]["total"] == sum(map(values, found))
+    assert about["bytes"]["total"] == sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    experts = [place for place in found if ".ffn.experts." in place.names[0]]
+    assert about["parameters"]["ffn.experts"] == sum(map(values, experts))
+    assert about["bytes"]["ffn.experts"] == sum(place.leaf.nbytes for place in experts)
+    for column in (about["parameters"], about["bytes"]):
+        assert column["total"] == sum(count for group, count in column.items() if group != "total")
+        assert {"embed", "head", "attention", "ffn", "ffn.router", "ffn.shared", "vision", "projector"} < column.keys()
+
+
+def test_packing_changes_bytes_and_no_count(goldens, capsys) -> None:
+    """The golden folders hold one model: float32 experts, and 4 bits with 8 bits of scale per 32 values."""
+    plain, packed = [], []
+    for name, into in (("a", plain), ("a/mxfp4", packed)):
+        assert main(["inspect", str(goldens / "kimi_k3" / name), "--json"]) == 0
+        into.append(json.loads(capsys.readouterr().out))
+    count = plain[0]["parameters"]["ffn.experts"]
+    assert packed[0]["parameters"]["ffn.experts"] == count
+    assert plain[0]["bytes"]["ffn.experts"] == 4 * count
+    assert packed[0]["bytes"]["ffn.experts"] == count // 2 + count // 32
+
+
+def test_inspect_table(folder, capsys) -> None:
+    """The same as with --json, as columns."""
+    assert main(["inspect", str(folder), "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert main(["inspect", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head, rows = lines[: len(ABOUT) + 1], [line.split() for line in lines[len(ABOUT) + 1 :]]
+    assert [line.split(maxsplit=1) for line in head] == [[key, str(about[key])] for key in (*ABOUT, "experts")]
+    assert rows[0] == ["group", "parameters", "bytes"]
+    groups = about["parameters"]
+    assert rows[1:] == [[group, f"{groups[group]:,}", f"{about['bytes'][group]:,}"] for group in groups]
+    assert rows[-1][0] == "total"
+
+
+def test_generate_prints_ids(tiny, capsys) -> None:
+    """One line a prompt on standard output, the time it took elsewhere."""
+    prompts = [[7, 8, 9], [11, 299, 5, 6, 7]]
+    ids = [word for prompt in prompts for word in ("--ids", ",".join(map(str, prompt)))]
+    assert main(["generate", str(tiny), *ids, "--max-new-tokens", "5"]) == 0
+    printed = capsys.readouterr()
+    expected = tm.generate(tm.load(tiny), prompts, max_new_tokens=5)
+    assert printed.out.splitlines() == [",".join(map(str, completion.ids)) for completion in expected]
+    assert printed.err.startswith(f"{sum(len(completion.ids) for completion in expected)} tokens in ")
+
+
+@pytest.mark.parametrize("verb", [["inspect"], ["generate", "--ids", "1,2"]], ids=lambda verb: verb[0])
+def test_a_folder_without_a_model(verb, tmp_path, capsys) -> None:
+    """One message, on standard error, that names the folder."""
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert main([*verb, str(folder)]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith(f"trillion-moe {verb[0]}: ")
+        assert str(folder) in printed.err
+        assert "Traceback" not in printed.err
+
+
+def test_errors_of_generate_are_messages(tiny, capsys) -> None:
+    for wrong, message in (
+        (["--ids", "7,300"], "token id 300"),
+        (["--ids", "7", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+    ):
+        assert main(["generate", str(tiny), *wrong]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("trillion-moe generate: ")
+        assert message in printed.err
+
+
+def test_a_dtype_that_orbax_cannot_have_is_a_message(tiny, tmp_path, capsys) -> None:
+    tm.save(tmp_path / "orbax", tm.load(tiny), format="orbax")
+    assert main(["generate", str(tmp_path / "orbax"), "--ids", "7", "--dtype", "bfloat16"]) == 1
+    assert "is an Orbax checkpoint, loaded as it is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "VERB"),
+        (["train"], "invalid choice: 'train'"),
+        (["inspect"], "folder"),
+        (["generate", "folder"], "--ids"),
+        (["generate", "folder", "--ids", "1,two"], "'1,two' is not a comma-separated list of token ids"),
+        (["generate", "folder", "--ids", ""], "'' is not a comma-separated list of token ids"),
+        (["generate", "folder", "--ids", "1", "--max-new-tokens", "few"], "invalid int value: 'few'"),
+        (["generate", "folder", "--ids", "1", "--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",
+)
+def test_usage_errors(arguments, message, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_version_as_a_program() -> None:
+    command = [sys.executable, "-m", "trillion_moe.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"trillion-moe {tm.__version__}, jax {jax.__version__}\n"
+    assert done.stderr == ""
