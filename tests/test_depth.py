@@ -39,6 +39,7 @@ def test_plan_of_the_real_models(goldens):
     assert [(len(s.layers), s.repeats) for s in depth_plan(linear)] == [(1, 1), (4, 6), (1, 1), (1, 1)]
 
 
+@pytest.mark.slow
 def test_scanned_equals_unrolled(model, tokens):
     """Values, routing, tokens, every gradient; attention residuals with remat have a hand-written backward."""
     scanned = restacked(model, scan=True)
@@ -121,6 +122,7 @@ def test_the_bank_is_all_that_is_saved(frozen_weights):
     assert saved(remat=False) > 5 * bank
 
 
+@pytest.mark.slow
 def test_compiled_temporaries_shrink(tokens):
     """The same on XLA's own figure: with the bank saved alone, a deeper model adds little to the temporaries."""
     long = jnp.zeros((1, 512), jnp.int32)

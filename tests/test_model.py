@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.numerics import TOLERANCE, cosine, rel_rms
-from tests.tiny import LINEAR, MOE, SIX, filled, tiny_k3, value_and_grads
+from tests.tiny import LINEAR, MOE, SHORT, filled, tiny_k3, value_and_grads
 
 import trillion_moe as tm
 from trillion_moe.blueprint import init
@@ -23,7 +23,7 @@ F32 = TOLERANCE["float32"]
 
 @pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear"])
 def model(request):
-    return filled(tiny_k3(**(SIX if request.param == "kimi_k3" else LINEAR | SIX)))
+    return filled(tiny_k3(**(SHORT if request.param == "kimi_k3" else LINEAR | SHORT)))
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,12 @@ def test_padding_anywhere(model, tokens):
         assert rel_rms(logits[:, real], alone) < F32
         _, metrics = tm.loss(model, {"tokens": jnp.asarray(padded), "segments": segments})
         assert int(metrics["tokens"]) == 7
-        assert metrics["expert_counts"].sum() == 8 * MOE.top_k * 5
+        assert metrics["expert_counts"].sum() == 8 * MOE.top_k * 2
 
 
 def test_padding_takes_no_gradient(tokens):
     """fault 8: 37 + 20 tokens padded to 64 give the gradients of 57, all finite."""
-    model = filled(tiny_k3())
+    model = filled(tiny_k3(**SHORT))
     ids = jax.random.randint(jax.random.key(1), (1, 64), 4, 300)
     segments = jnp.asarray([[1] * 37 + [2] * 20 + [0] * 7])
     _, padded = value_and_grads(model, {"tokens": ids, "segments": segments})
@@ -89,7 +89,7 @@ def test_padding_takes_no_gradient(tokens):
 
 def test_padding_is_told_by_segments_not_by_id(tokens):
     """fault 19: with pad_id == eos_id, a final end token still counts in the loss and is routed."""
-    model = filled(tiny_k3())
+    model = filled(tiny_k3(**SHORT))
     assert model.config.pad_id == model.config.eos_ids[0]
     ids = tokens.at[:, -1].set(model.config.pad_id)
     _, metrics = tm.loss(model, {"tokens": ids})
@@ -97,7 +97,7 @@ def test_padding_is_told_by_segments_not_by_id(tokens):
     assert (metrics["expert_counts"].sum(axis=1) == ids.size * MOE.top_k).all()
 
 
-@pytest.mark.parametrize("cut", [1, 2, 5, 12])
+@pytest.mark.parametrize("cut", [1, 5, 12])
 def test_prefill_cut_anywhere(model, tokens, cut):
     """fault 3: 13 tokens in one go, or in two pieces with the caches between them."""
     whole, _ = tm.forward(model, tokens)
@@ -111,7 +111,7 @@ def test_prefill_cut_inside_a_packed_document(model, tokens):
     """The caches remember the document: a piece that starts another one starts from nothing."""
     segments = jnp.asarray([[1] * 6 + [2] * 7, [1] * 4 + [2] * 9])
     whole, _ = tm.forward(model, tokens, segments=segments)
-    for cut in (3, 6, 8):
+    for cut in (3, 8):
         _, caches = tm.forward(model, tokens[:, :cut], segments=segments[:, :cut])
         second, _ = tm.forward(model, tokens[:, cut:], segments=segments[:, cut:], caches=caches)
         assert rel_rms(second, whole[:, cut:]) < F32
@@ -119,7 +119,7 @@ def test_prefill_cut_inside_a_packed_document(model, tokens):
 
 def test_prefill_of_64_tokens_in_two(tokens):
     """fault 3, past a chunk's edge, with value heads of another width than key heads in MLA."""
-    model = filled(tiny_k3())
+    model = filled(tiny_k3(**SHORT))
     ids = jax.random.randint(jax.random.key(2), (1, 64), 4, 300)
     whole, _ = tm.forward(model, ids)
     _, caches = tm.forward(model, ids[:, :40])
@@ -129,7 +129,7 @@ def test_prefill_of_64_tokens_in_two(tokens):
 
 def test_full_caches_are_loud(tokens):
     """Under jit the caches cannot grow: a row that does not fit is NaN, never silently wrong."""
-    model = filled(tiny_k3())
+    model = filled(tiny_k3(**SHORT))
     caches = init_caches(model, 2, 15)
     step = jax.jit(lambda m, t, s, c: tm.forward(m, t, segments=s, caches=c))
     segments = jnp.asarray([[1] * 13, [1] * 9 + [0] * 4])
@@ -167,7 +167,7 @@ def test_float32_islands_survive_a_cast(model):
 
 def test_a_small_bias_decides(tokens):
     """fault 28: 0.5 and 0.5 + 2^-12 are one number in bf16; here the second wins the tie, in a bf16 model too."""
-    half = tm.cast(filled(tiny_k3()), "bfloat16")
+    half = tm.cast(filled(tiny_k3(**SHORT)), "bfloat16")
     router = half.segments[0][1].ffn.router
     x = jnp.zeros((1, 64), jnp.bfloat16)  # all scores equal
     for favoured in (2, 7):
@@ -179,7 +179,7 @@ def test_a_small_bias_decides(tokens):
 
 def test_a_large_bias_forces_its_expert(tokens):
     """fault 32: expert 7 is chosen by every token, with a weight that knows nothing of the bias."""
-    model = filled(tiny_k3())
+    model = filled(tiny_k3(**SHORT))
     router = model.segments[0][1].ffn.router
     x = jax.random.normal(jax.random.key(0), (20, 64))
     free = router(x, model.config)
@@ -264,7 +264,7 @@ def every_equation(jaxpr):
 
 
 def test_bad_inputs_are_named(goldens):
-    model = filled(tiny_k3())
+    model = filled(tiny_k3(**SHORT))
     for bad, error, match in (
         ([[1, 300]], ValueError, "token id 300 at row 0, position 1 is outside 0..299"),
         ([[1, -1]], ValueError, "token id -1"),

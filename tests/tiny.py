@@ -64,6 +64,9 @@ LINEAR = {
 }
 """Changes that make `tiny_k3` a Kimi Linear."""
 
+SHORT = {"num_layers": 3, "attention": ("kda", "mla", "kda"), "mlp": ("dense", "moe", "moe")}
+"""Changes after which every kind of layer is there once or twice, in two residual blocks: quick to compile."""
+
 SIX = {"num_layers": 6, "attention": ("kda", "mla") * 3, "mlp": ("dense",) + ("moe",) * 5}
 """Changes after which the last two blocks (or pairs of layers) repeat."""
 

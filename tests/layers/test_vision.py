@@ -402,7 +402,7 @@ def test_images_of_another_row_are_refused() -> None:
 def test_splice_in_row_major_order_with_gradient() -> None:
     tokens = jnp.array([[1, MEDIA, MEDIA], [MEDIA, 2, 3]])
     embeddings, rows = jnp.zeros((2, 3, 2), jnp.bfloat16), jnp.arange(1.0, 7).reshape(3, 2)
-    out = jax.jit(splice, static_argnums=3)(embeddings, tokens, rows, MEDIA)
+    out = jax.jit(splice)(embeddings, tokens == MEDIA, rows)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, jnp.array([[[0, 0], [1, 2], [3, 4]], [[5, 6], [0, 0], [0, 0]]], jnp.bfloat16))
     to_rows, to_embeddings = jax.grad(lambda r, e: jnp.sum(splice(e, tokens == MEDIA, r)), (0, 1))(rows, embeddings)
