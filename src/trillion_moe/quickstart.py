@@ -135,7 +135,7 @@ def main() -> int:
 
     start = time.perf_counter()
     model = init(tm.Model(config(), plan=depth_plan(config(), scan=True)), jax.random.key(args.seed))
-    model, curves["base"] = train(model, "all", seen, ENGLISH, steps=240, rate=4e-3, seed=args.seed)
+    model, curves["base"] = train(model, "all", seen, ENGLISH, steps=200, rate=4e-3, seed=args.seed)
     tm.save(folder, tm.quantize_experts(model))
     packed = tm.load(folder, scan=True)
     given = answers(packed, held_out)
@@ -143,7 +143,7 @@ def main() -> int:
     print(f"  routed experts: {expert_bytes(model):,} bytes in float32, {expert_bytes(packed):,} packed")
 
     experts = tm.LoRAConfig(targets=("routed_experts",), routed="independent", rank=16, alpha=32.0)
-    for what, lora, steps in (("default targets", tm.LoRAConfig(), 100), ("routed experts only", experts, 300)):
+    for what, lora, steps in (("default targets", tm.LoRAConfig(), 100), ("routed experts only", experts, 200)):
         name = f"LoRA to German, {what}"
         start = time.perf_counter()
         adapted = tm.add_lora(packed, lora, jax.random.key(args.seed + 1))
