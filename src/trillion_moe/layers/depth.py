@@ -63,7 +63,8 @@ def residual_stream(segments: Segments, x_BTD, ctx: Context, caches: LayerCaches
 def attention_residuals(segments: Segments, x_BTD, ctx: Context, caches: LayerCaches, run: Run):
     """Block attention residuals -> bank ``[1 + blocks, B, T, D]``, caches, aux per segment and layer."""
     blocks = sum(run.repeats)
-    bank_NBTD = jnp.zeros((1 + blocks, *x_BTD.shape), x_BTD.dtype).at[0].set(x_BTD)
+    # Padded, not written into zeros: the derivative of a write keeps a second bank of zeros.
+    bank_NBTD = jnp.pad(x_BTD[None], ((0, blocks), (0, 0), (0, 0), (0, 0)))
     if run.remat:
         bank_NBTD, aux = bank_remat(segments, bank_NBTD, ctx, run)
         return bank_NBTD, None, aux
