@@ -47,7 +47,7 @@ TRAIN_TOKENS, BATCH, PROMPT, NEW = 512, 4, 64, 64
 
 
 def measure(rounds: int = 5, threads: int = 2) -> dict[str, Any]:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(threads)
     theirs = _transformers_model()
@@ -58,8 +58,8 @@ def measure(rounds: int = 5, threads: int = 2) -> dict[str, Any]:
 
 
 def _transformers_model() -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
     config = AutoConfig.for_model("kimi_linear", **CONFIG)
@@ -74,7 +74,7 @@ def _load(folder: Path) -> Model:
 
 def _train(model: Model, theirs: Any, rounds: int) -> dict[str, Any]:
     """Forward and backward of 512 tokens with every gradient."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     ids = np.random.default_rng(0).integers(3, CONFIG["vocab_size"], (1, TRAIN_TOKENS)).astype(np.int32)
     torch_ids = torch.tensor(ids, dtype=torch.long)
@@ -133,7 +133,7 @@ def step_flops(model: Model, tokens: int) -> float:
 
 def _decode(model: Model, theirs: Any, rounds: int) -> dict[str, Any]:
     """Greedy, batch 4, prompts of 64 tokens, 64 new ones; the time includes the prefill."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     ids = np.random.default_rng(1).integers(3, CONFIG["vocab_size"], (BATCH, PROMPT)).astype(np.int32)
     torch_ids = torch.tensor(ids, dtype=torch.long)
