@@ -167,7 +167,7 @@ def test_from_file_takes_a_folder_and_names_the_file_in_errors(tmp_path: Path) -
     file = tmp_path / "config.json"
     file.write_text(json.dumps(load(K3)))
     assert ModelConfig.from_file(tmp_path) == ModelConfig.from_file(str(file)) == config(K3)
-    for text, says in (("{", "JSON"), ('{"a": 1, "a": 2}', "keys given twice: a"), ("[]", "model_type is missing")):
+    for text, says in (("{", "JSON"), ('{"a": 1, "a": 2}', "'a' is there twice"), ("[]", "model_type is missing")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=says) as caught:
             ModelConfig.from_file(tmp_path)

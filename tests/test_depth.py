@@ -65,6 +65,7 @@ def test_scanned_equals_unrolled(model, tokens):
     assert tm.generate(model, prompts, max_new_tokens=6) == tm.generate(scanned, prompts, max_new_tokens=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [{}, LINEAR], ids=["kimi_k3", "kimi_linear"])
 def test_recomputation_counts_once(family, tokens):
     """fault 34: expert counts with and without recomputation are equal (gradients: the test above)."""

@@ -17,6 +17,7 @@ from trillion_moe.layers.block import Context
 from trillion_moe.layers.kda import KDA
 from trillion_moe.layers.moe import MoE
 from trillion_moe.model import Model, grow, layer_places
+from trillion_moe.transforms import cast
 from trillion_moe.transforms.targets import places
 
 F32 = TOLERANCE["float32"]
@@ -133,7 +134,7 @@ def test_bf16_layer_by_layer(goldens) -> None:
     """Each layer of the golden model in bf16, fed the golden's own input, points the same way as the float32 golden."""
     folder = goldens / "kimi_linear" / "a"
     golden = load_file(folder / "outputs.safetensors")
-    half = tm.cast(tm.load(folder), "bfloat16")
+    half = cast(tm.load(folder), "bfloat16")
 
     @jax.jit
     def layer(block, attn_in, ffn_in):

@@ -121,6 +121,7 @@ def test_metrics(adapted, run) -> None:
 # --- all weights ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weight_decay_leaves_the_routers_bias_alone() -> None:
     """No gradient reaches it, so it is no parameter of the optimizer: decay would undo the balance of experts."""
     model = filled(tiny_k3(**LINEAR | {"num_layers": 2, "attention": ("kda", "mla"), "mlp": ("dense", "moe")}))

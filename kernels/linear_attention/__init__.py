@@ -13,7 +13,7 @@ from .gate import kda_gate, l2norm
 
 IMPLS = {"reference": reference.kda, "xla": xla.kda}
 
-__all__ = ["CASES", "IMPLS", "Case", "kda", "kda_gate", "kda_step", "l2norm", "short_conv"]
+__all__ = ["CASES", "IMPLS", "Case", "kda", "kda_gate", "l2norm", "short_conv"]
 
 
 def kda(
@@ -42,56 +42,35 @@ def kda(
     state_segment int32 [B]: document of `state` (None: the row's first real token continues it); a state of another
     document is dropped. A row of only padding returns its state.
 
-    impl: "xla" (chunks of `chunk` tokens, a power of two; one token takes `kda_step`) or "reference" (token by token).
+    impl: "xla" (chunks of `chunk` tokens, a power of two; one token is one step of it) or "reference" (token by token).
     Raises ValueError: unknown impl, chunk not a power of two, shapes that do not fit, state_segment without segments.
     """
     if impl not in IMPLS:
         raise ValueError(f"kda: unknown impl {impl!r}; legal: {sorted(IMPLS)}")
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"kda: chunk is {chunk}; it must be a power of two (32 is fastest on CPU)")
-    _check("kda", q, k, v, g, beta, state, segments, state_segment)
+    _check(q, k, v, g, beta, state, segments, state_segment)
     return IMPLS[impl](q, k, v, g, beta, state=state, segments=segments, state_segment=state_segment, chunk=chunk)
 
 
-def kda_step(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    *,
-    state: jax.Array | None = None,
-    segments: jax.Array | None = None,
-    state_segment: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """One token of decode: `kda` for T = 1 (shapes with T = 1 kept), without chunk machinery.
-
-    Raises ValueError: T is not 1, and as `kda`.
-    """
-    _check("kda_step", q, k, v, g, beta, state, segments, state_segment)
-    if q.shape[1] != 1:
-        raise ValueError(f"kda_step: T is {q.shape[1]}, want 1; use kda")
-    return xla.step(q, k, v, g, beta, state=state, segments=segments, state_segment=state_segment)
-
-
-def _check(caller, q, k, v, g, beta, state, segments, state_segment):
+def _check(q, k, v, g, beta, state, segments, state_segment):
     if q.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"{caller}: q has shape {q.shape} and v {v.shape}; want [B,T,H,K] and [B,T,H,V]")
+        raise ValueError(f"kda: q has shape {q.shape} and v {v.shape}; want [B,T,H,K] and [B,T,H,V]")
     B, T, H, K = q.shape
     V = v.shape[3]
     if T < 1:
-        raise ValueError(f"{caller}: T is {T}, want at least 1 token")
+        raise ValueError(f"kda: T is {T}, want at least 1 token")
     want = {"k": (k, q.shape), "v": (v, (B, T, H, V)), "g": (g, q.shape), "beta": (beta, (B, T, H))}
     want |= {"state": (state, (B, H, K, V)), "segments": (segments, (B, T)), "state_segment": (state_segment, (B,))}
     for name, (array, shape) in want.items():
         if array is not None and array.shape != shape:
             raise ValueError(
-                f"{caller}: {name} has shape {array.shape}, want {shape} (B={B}, T={T}, H={H}, K={K}, V={V}); "
+                f"kda: {name} has shape {array.shape}, want {shape} (B={B}, T={T}, H={H}, K={K}, V={V}); "
                 "heads are never repeated here: q, k, v, g, beta and state have the same number"
             )
     for name in ("segments", "state_segment"):
         array = want[name][0]
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{caller}: {name} has dtype {array.dtype}, want int32")
+            raise ValueError(f"kda: {name} has dtype {array.dtype}, want int32")
     if state_segment is not None and segments is None:
-        raise ValueError(f"{caller}: state_segment without segments has no effect; give both or neither")
+        raise ValueError("kda: state_segment without segments has no effect; give both or neither")

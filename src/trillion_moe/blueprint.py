@@ -6,7 +6,7 @@ functions of that one tree, so what is planned is what is run.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,3 +99,13 @@ def stack(blueprint: Any, repeats: int) -> Any:
         lambda s: dataclasses.replace(s, shape=(repeats, *s.shape), axes=("repeats", *s.axes)),
         blueprint,
     )
+
+
+def repeat_starts(plan: Sequence[Any]) -> list[list[int]]:
+    """Depth plan -> for each segment, the number in the whole model of the first layer of each of its repeats."""
+    starts, layer = [], 0
+    for segment in plan:
+        size = len(segment.layers)
+        starts.append([layer + r * size for r in range(segment.repeats)])
+        layer += size * segment.repeats
+    return starts

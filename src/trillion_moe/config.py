@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from . import config_codecs as codecs
 from . import config_json as cj
-from .config_json import ABSENT, BOOL, INT0, INT1, Check, Codec, CodecError, ConfigError, Key, Spelling, choice, key
+from .config_codecs import ABSENT, BOOL, INT0, INT1, NEGATIVE, POSITIVE, Codec, CodecError, choice, optional
+from .config_json import Check, ConfigError, Key, Spelling, key
 
 __all__ = ["CheckpointNames", "ConfigError", "KDAConfig", "MLAConfig", "MoEConfig", "ModelConfig", "VisionConfig"]
 
@@ -230,7 +232,7 @@ class ModelConfig:
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         try:
-            data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+            data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=cj.distinct)
         except ValueError as error:
             raise ConfigError(str(path), [f"not a JSON object with distinct keys: {error}"]) from None
         return cls.from_json(data, where=str(path))
@@ -239,13 +241,6 @@ class ModelConfig:
         """The source with changed fields written in every spelling it has; without one, a new file as in releases."""
         source = None if self.source is None else json.loads(self.source)
         return cj.write(SCHEMA, self, _fields(self), source)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"keys given twice: {', '.join(twice)}")
-    return dict(pairs)
 
 
 def _fields(cfg: ModelConfig) -> dict[str, Any]:
@@ -371,9 +366,9 @@ _SCOPES = {
 }
 _CLASSES = {"kimi_k3": "KimiK3ForConditionalGeneration", "kimi_linear": "KimiLinearForCausalLM"}
 _KDA = "text:linear_attn_config."
-_KINDS = cj.kinds({"kda": "linear_attention", "mla": "full_attention"})
-_BETA = cj.optional(cj.POSITIVE)
-_TOKEN = cj.optional(INT0)
+_KINDS = codecs.kinds({"kda": "linear_attention", "mla": "full_attention"})
+_BETA = optional(POSITIVE)
+_TOKEN = optional(INT0)
 _MXFP4 = Codec(_read_quantization, _write_quantization)
 
 # Defaults are those that the releases' configuration classes and transformers' KimiLinearConfig share; where the two
@@ -387,44 +382,44 @@ _KEYS = (
     key("hidden_size", INT1, "text:hidden_size"),
     key("num_layers", INT1, "text:num_hidden_layers"),
     key("dense_hidden_size", INT1, "text:intermediate_size"),
-    Key("attention", (Spelling((_KDA + "kda_layers", _KDA + "full_attn_layers"), cj.layer_lists("kda", "mla")),
+    Key("attention", (Spelling((_KDA + "kda_layers", _KDA + "full_attn_layers"), codecs.layer_lists("kda", "mla")),
                       Spelling(("text:layer_types",), _KINDS, False))),
-    Key("mlp", (Spelling(("text:first_k_dense_replace",), cj.leading("dense", "moe")),
-                Spelling(("text:mlp_layer_types",), cj.kinds({"dense": "dense", "moe": "sparse"}), False))),
+    Key("mlp", (Spelling(("text:first_k_dense_replace",), codecs.leading("dense", "moe")),
+                Spelling(("text:mlp_layer_types",), codecs.kinds({"dense": "dense", "moe": "sparse"}), False))),
     key("activation", choice("situ", "silu"), "text:hidden_act", default="silu"),
     key("situ_beta", _BETA, "text:activation_situ_beta", default=None),
     key("situ_linear_beta", _BETA, "text:activation_situ_linear_beta", default=None),
-    key("attn_res_block", cj.OFF_OR_INT1, "text:attn_res_block_size", default=None),
-    key("rms_norm_eps", cj.POSITIVE, "text:rms_norm_eps", default=1e-5, disputed=True),  # the release's class: 1e-6
+    key("attn_res_block", codecs.OFF_OR_INT1, "text:attn_res_block_size", default=None),
+    key("rms_norm_eps", POSITIVE, "text:rms_norm_eps", default=1e-5, disputed=True),  # the release's class: 1e-6
     key("tie_embeddings", BOOL, "text:tie_word_embeddings", "top:tie_word_embeddings",
         default=lambda model_type: ABSENT if model_type == "kimi_k3" else False),  # K3's two classes differ
-    key("initializer_range", cj.NOT_NEGATIVE, "text:initializer_range", default=0.02),
+    key("initializer_range", codecs.NOT_NEGATIVE, "text:initializer_range", default=0.02),
     key("bos_id", _TOKEN, "text:bos_token_id", "top:bos_token_id", default=None),
-    key("eos_ids", cj.TOKEN_IDS, "text:eos_token_id", "top:eos_token_id", default=()),
+    key("eos_ids", codecs.TOKEN_IDS, "text:eos_token_id", "top:eos_token_id", default=()),
     key("pad_id", _TOKEN, "text:pad_token_id", "top:pad_token_id", default=None),
     key("media_id", _TOKEN, "top:media_placeholder_token_id", default=None),
     key("kda.num_heads", INT1, _KDA + "num_heads", alt=("text:linear_num_heads",)),
     key("kda.head_dim", INT1, _KDA + "head_dim", alt=("text:linear_head_dim",)),
     key("kda.conv_width", INT1, _KDA + "short_conv_kernel_size", alt=("text:linear_conv_kernel_dim",)),
-    key("kda.gate_lower_bound", cj.optional(cj.NEGATIVE), _KDA + "gate_lower_bound", default=None),
+    key("kda.gate_lower_bound", optional(NEGATIVE), _KDA + "gate_lower_bound", default=None),
     key("kda.full_rank_gate", BOOL, _KDA + "use_full_rank_gate", default=False),
-    key("kda.a_log_shape", cj.optional(cj.ints("a list of integers >= 1")), "ours:kda.a_log_shape", default=None),
+    key("kda.a_log_shape", optional(codecs.ints("a list of integers >= 1")), "ours:kda.a_log_shape", default=None),
     key("mla.num_heads", INT1, "text:num_attention_heads"),
-    key("mla.q_lora_rank", cj.optional(INT1), "text:q_lora_rank", default=None),
+    key("mla.q_lora_rank", optional(INT1), "text:q_lora_rank", default=None),
     key("mla.kv_lora_rank", INT1, "text:kv_lora_rank"),
     key("mla.qk_nope_head_dim", INT1, "text:qk_nope_head_dim"),
     key("mla.qk_rope_head_dim", INT0, "text:qk_rope_head_dim"),
     key("mla.v_head_dim", INT1, "text:v_head_dim"),
     key("mla.output_gate", BOOL, "text:mla_use_output_gate", default=False),
-    key("mla.lora_norm_eps", cj.POSITIVE, "ours:mla.lora_norm_eps", default=1e-6),
+    key("mla.lora_norm_eps", POSITIVE, "ours:mla.lora_norm_eps", default=1e-6),
     key("moe.num_experts", INT1, "text:num_experts", alt=("text:num_local_experts",)),
     key("moe.top_k", INT1, "text:num_experts_per_token", alt=("text:num_experts_per_tok",)),
     key("moe.hidden_size", INT1, "text:moe_intermediate_size"),
-    key("moe.latent_size", cj.optional(INT1), "text:routed_expert_hidden_size", default=None),
+    key("moe.latent_size", optional(INT1), "text:routed_expert_hidden_size", default=None),
     key("moe.latent_norm", BOOL, "text:latent_moe_use_norm", default=False),
     key("moe.num_shared", INT0, "text:num_shared_experts", alt=("text:n_shared_experts",)),
     key("moe.renormalize", BOOL, "text:moe_renormalize", alt=("text:norm_topk_prob",), default=True),
-    key("moe.scaling_factor", cj.POSITIVE, "text:routed_scaling_factor", default=2.446, disputed=True),  # release: 1.0
+    key("moe.scaling_factor", POSITIVE, "text:routed_scaling_factor", default=2.446, disputed=True),  # release: 1.0
     key("moe.num_groups", INT1, "text:num_expert_group", alt=("text:n_group",), default=1),
     key("moe.topk_groups", INT1, "text:topk_group", default=1),
     key("vision.hidden_size", INT1, "vision:vt_hidden_size"),
@@ -433,17 +428,17 @@ _KEYS = (
     key("vision.qkv_size", INT1, "vision:qkv_hidden_size"),
     key("vision.mlp_size", INT1, "vision:vt_intermediate_size"),
     key("vision.patch_size", INT1, "vision:patch_size"),
-    key("vision.merge", cj.ints("a list of two integers >= 1", 2), "vision:merge_kernel_size", default=(2, 2)),
+    key("vision.merge", codecs.ints("a list of two integers >= 1", 2), "vision:merge_kernel_size", default=(2, 2)),
     key("vision.pos_emb_height", INT1, "vision:init_pos_emb_height"),
     key("vision.pos_emb_width", INT1, "vision:init_pos_emb_width"),
     key("vision.pos_emb_time", INT1, "vision:init_pos_emb_time"),
     key("vision.text_hidden_size", INT1, "vision:text_hidden_size"),
-    key("vision.projector_eps", cj.POSITIVE, "vision:projector_ln_eps", default=1e-5),
-    key("vision.norm_eps", cj.POSITIVE, "ours:vision.norm_eps", default=1.1920929e-07),
+    key("vision.projector_eps", POSITIVE, "vision:projector_ln_eps", default=1e-5),
+    key("vision.norm_eps", POSITIVE, "ours:vision.norm_eps", default=1.1920929e-07),
     key("quantization", _MXFP4, "text:quantization_config", alt=("top:quantization_config",), default=None),
-    key("checkpoint.prefix", cj.TEXT, "ours:checkpoint.prefix", default=_PREFIX.get),
+    key("checkpoint.prefix", codecs.TEXT, "ours:checkpoint.prefix", default=_PREFIX.get),
     key("checkpoint.names", choice("release", "transformers"), "ours:checkpoint.names", default="release"),
-    key("checkpoint.narrow", cj.TEXTS, "ours:checkpoint.narrow", default=()),
+    key("checkpoint.narrow", codecs.TEXTS, "ours:checkpoint.narrow", default=()),
 )  # fmt: skip
 
 # Keys that would change the computation, at the only value implemented, and numbers that follow.

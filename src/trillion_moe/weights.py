@@ -6,11 +6,13 @@
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
 
 Layout = Literal["nk", "kn"]
+MXFP4_GROUP = 32  # consecutive values of K that share a scale
 
 
 @jax.tree_util.register_dataclass
@@ -54,3 +56,21 @@ Weight = jax.Array | MXFP4 | LoRA
 def is_weight(node: Any) -> bool:
     """For `is_leaf`: a packed or adapted matrix is one leaf, not its arrays."""
     return isinstance(node, MXFP4 | LoRA)
+
+
+def matrix_shape(weight: Any) -> tuple[int, ...]:
+    """``(*b, K, N)`` of what a weight stands for; its leaves may be Specs."""
+    match weight:
+        case LoRA(base=base):
+            return matrix_shape(base)
+        case MXFP4(packed=packed, layout=layout):
+            *batch, row, column = packed.shape
+            return (*batch, 2 * column, row) if layout == "nk" else (*batch, 2 * row, column)
+        case _:
+            return tuple(weight.shape)
+
+
+def parameters(weight: Any) -> int:
+    """How many numbers a weight stands for, those of its adapter included."""
+    adapter = math.prod(weight.a.shape) + math.prod(weight.b.shape) if isinstance(weight, LoRA) else 0
+    return math.prod(matrix_shape(weight)) + adapter

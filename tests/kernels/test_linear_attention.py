@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.numerics import rel_rms
 
-from trillion_moe.kernels.linear_attention import CASES, Case, kda, kda_gate, kda_step, l2norm
+from trillion_moe.kernels.linear_attention import CASES, Case, kda, kda_gate, l2norm
 from trillion_moe.kernels.linear_attention import chunk as chunked
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-2}  # relative RMS, by dtype of the arithmetic or output
@@ -25,17 +26,8 @@ def _x64():
         yield
 
 
-def relative_rms(got, want):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    assert np.isfinite(got).all()
-    assert np.isfinite(want).all()
-    error, scale = np.sqrt(np.mean((got - want) ** 2)), np.sqrt(np.mean(want**2))
-    return error / scale if scale else error
-
-
 def close(got, want, dtype, names=NAMES):
-    errors = {name: relative_rms(a, b) for name, a, b in zip(names, got, want, strict=True)}
+    errors = {name: rel_rms(a, b) for name, a, b in zip(names, got, want, strict=True)}
     assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
@@ -156,7 +148,7 @@ def test_zero_key_rows_fault_18():
 
     q, k, v, g, beta, state = map(jnp.asarray, (q, k, v, g, beta, state))
     got, want = (jit(jax.grad(loss), static_argnums=1)(k, impl) for impl in ("xla", "reference"))
-    assert relative_rms(got, want) < TOLERANCE["float64"]
+    assert rel_rms(got, want) < TOLERANCE["float64"]
 
 
 def test_bfloat16_inputs():
@@ -299,14 +291,12 @@ def test_state_of_another_document_is_dropped(impl, T):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_step_equals_recurrence(padded):
-    """Decode: kda_step is what kda takes for T = 1; a padded row keeps its state."""
+    """Decode: T = 1 has a path of its own; a padded row keeps its state."""
     data = make(1)
     segments = np.array([[1], [0]]) if padded else None
     want = reference(data, segments=segments)
     close(run(data, segments=segments), want, "float64")
     close(run(data, segments=segments, dtype="float32"), want, "float32")
-    x, state, _ = jax.tree.map(jnp.asarray, data)
-    close(kda_step(*x, state=state), kda(*x, state=state, impl="reference"), "float64", NAMES[:2])
 
 
 def test_jit_of_the_step_stays_small():
@@ -364,8 +354,6 @@ def test_refusals_give_numbers_fault_7():
         kda(*x, chunk=24)
     with pytest.raises(ValueError, match="T is 0"):
         kda(*(a[:, :0] for a in x))
-    with pytest.raises(ValueError, match="T is 3, want 1"):
-        kda_step(*x)
     with pytest.raises(ValueError, match=r"state_segment without segments"):
         kda(*x, state_segment=jnp.ones(B, jnp.int32))
     with pytest.raises(ValueError, match=r"a_log has shape \(128,\), but z .* H=96"):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
+from tests.numerics import rel_rms
 
 from trillion_moe.kernels import linear_attention
 
@@ -18,15 +19,6 @@ B, C, W = 2, 5, 4
 def _x64():
     with jax.enable_x64(True):
         yield
-
-
-def relative_rms(got, want):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    assert np.isfinite(got).all()
-    assert np.isfinite(want).all()
-    error, scale = np.sqrt(np.mean((got - want) ** 2)), np.sqrt(np.mean(want**2))
-    return error / scale if scale else error
 
 
 def make(T, width=W, seed=0):
@@ -53,7 +45,7 @@ def test_equals_definition(T, dtype):
     y, new = short_conv(low_x, low_w, history=low_history)
     want, want_new = definition(*(np.asarray(a, np.float64) for a in (low_x, low_w, low_history)))
     assert y.dtype == new.dtype == low_x.dtype
-    assert relative_rms(y, want) < TOLERANCE[dtype]
+    assert rel_rms(y, want) < TOLERANCE[dtype]
     np.testing.assert_array_equal(np.asarray(new, np.float64), want_new)
 
 
@@ -62,7 +54,7 @@ def test_other_widths_and_no_history(width):
     x, w, history = make(3, width)
     y, new = short_conv(x, w)
     want, want_new = definition(*map(np.asarray, (x, w, jnp.zeros_like(history))))
-    assert relative_rms(y, want) < TOLERANCE["float64"]
+    assert rel_rms(y, want) < TOLERANCE["float64"]
     np.testing.assert_array_equal(new, want_new)
 
 
@@ -93,8 +85,8 @@ def test_packed_equals_alone_fault_15():
         (want_y, want_new), pull = jax.vjp(lambda x: short_conv(x, w), x[part])
         last = start + length == 14
         (want_dx,) = pull((dy[part], dnew if last else jnp.zeros_like(dnew)))
-        assert relative_rms(y[part], want_y) < TOLERANCE["float64"]
-        assert relative_rms(dx[part], want_dx) < TOLERANCE["float64"]
+        assert rel_rms(y[part], want_y) < TOLERANCE["float64"]
+        assert rel_rms(dx[part], want_dx) < TOLERANCE["float64"]
         start += length
     np.testing.assert_array_equal(new, want_new)
 
@@ -112,7 +104,7 @@ def test_cut_anywhere_equals_one_go(cut, packed):
     else:
         y1, middle = short_conv(x[:, :cut], w, history=history)
         y2, end = short_conv(x[:, cut:], w, history=middle)
-    assert relative_rms(jnp.concatenate([y1, y2], axis=1), y) < TOLERANCE["float64"]
+    assert rel_rms(jnp.concatenate([y1, y2], axis=1), y) < TOLERANCE["float64"]
     np.testing.assert_array_equal(end, new)
 
 
@@ -134,10 +126,10 @@ def test_nan_padding_at_the_end_does_not_leak_fault_18(real):
         return
     (want_y, want_new), pull = jax.vjp(lambda *a: call(*a, None), x[:, :real], w, history)
     want = pull((jnp.ones_like(want_y), jnp.ones_like(want_new)))
-    assert relative_rms(y[:, :real], want_y) < TOLERANCE["float64"]
+    assert rel_rms(y[:, :real], want_y) < TOLERANCE["float64"]
     np.testing.assert_array_equal(new, want_new)
     for got, expected in zip((dx[:, :real], dw, dhistory), want, strict=True):
-        assert relative_rms(got, expected) < TOLERANCE["float64"]
+        assert rel_rms(got, expected) < TOLERANCE["float64"]
 
 
 @pytest.mark.parametrize("T", [1, 2, 6])
@@ -148,7 +140,7 @@ def test_history_of_another_document_is_dropped(T):
     segments = jnp.full((B, T), 2, jnp.int32)
     y, new = short_conv(x, w, history=spoiled, segments=segments, history_segment=jnp.asarray([2, 1], jnp.int32))
     want_y, want_new = short_conv(x, w, history=history.at[1].set(0))
-    assert relative_rms(y, want_y) < TOLERANCE["float64"]
+    assert rel_rms(y, want_y) < TOLERANCE["float64"]
     np.testing.assert_array_equal(new, want_new)
 
 

@@ -14,23 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from tests.numerics import rel_rms
 
 from trillion_moe.blueprint import init
 from trillion_moe.config import ModelConfig, VisionConfig
 from trillion_moe.layers import vision
-from trillion_moe.layers.vision import Projector, VisionTower, splice
+from trillion_moe.layers.vision import Features, Projector, VisionTower, splice
 from trillion_moe.layers.vision_positions import ImageBatch, expand_placeholders, positions
 from trillion_moe.weights import LoRA
 
 CASES = ["image_text", "tower_video"]
 MEDIA, PAD = 500, 511
 MATRICES = {"patch_embed", "qkv", "o", "up", "down", "proj_0", "proj_2"}
-
-
-def relative_rms(got, want) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
 
 def cosine(got, want) -> float:
@@ -104,7 +99,7 @@ def test_every_golden_array(case: str, folder: Path, cfg: ModelConfig, parts) ->
 
     got = run_tapped(parts, ImageBatch(golden["pixel_values"], golden["grid_thws"]), cfg)
     assert set(got) == {name for name in golden if name.startswith("vision.")}
-    errors = {name: relative_rms(got[name], golden[name]) for name in got}
+    errors = {name: rel_rms(got[name], golden[name]) for name in got}
     assert max(errors.values()) <= 1e-5, errors
 
 
@@ -129,7 +124,8 @@ def test_spliced_embeddings(folder: Path, cfg: ModelConfig) -> None:
         tokens, segments = expand_placeholders(given_ids, None, counts, MEDIA, PAD)
         np.testing.assert_array_equal(tokens, golden["input_ids_expanded"])
         assert segments is None
-        got = splice(jnp.asarray(table)[tokens], jnp.asarray(tokens) == MEDIA, jnp.asarray(golden["vision.projected"]))
+        features = Features(jnp.asarray(golden["vision.projected"]), sum(counts))
+        got = splice(jnp.asarray(table)[tokens], jnp.asarray(tokens) == MEDIA, features)
         np.testing.assert_array_equal(got, golden["embed"])
 
 
@@ -144,7 +140,7 @@ def test_items_do_not_see_each_other(cfg: ModelConfig, parts) -> None:
     images = random_images(cfg, grids)
     alone = [run(parts, ImageBatch(p, [g]), cfg) for p, g in zip(np.split(images.patches, [8, 12]), grids, strict=True)]
     together = run_tapped(parts, images, cfg)["vision.projected"]
-    assert relative_rms(together, np.concatenate(alone)) < 1e-6
+    assert rel_rms(together, np.concatenate(alone)) < 1e-6
 
 
 @pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS.keys())
@@ -165,7 +161,7 @@ def test_items_by_length_equal_the_mask(grids, monkeypatch) -> None:
 
     want = measure()
     for limits in ({"SCORES": 1}, {"QUERY_BLOCK": 5}, {"MAX_GROUPS": 0}):  # the earlier limits stay
-        errors = jax.tree.map(relative_rms, measure(**limits), want)
+        errors = jax.tree.map(rel_rms, measure(**limits), want)
         assert max(jax.tree.leaves(errors)) < 1e-6, (limits, errors)
 
 
@@ -187,7 +183,7 @@ def test_a_tower_of_one_block(cfg: ModelConfig, parts) -> None:
     tower.blocks = jax.tree.map(lambda x: x[0], deep.blocks)
     tower.patch_embed, tower.pos_emb, tower.final_norm = deep.patch_embed, deep.pos_emb, deep.final_norm
     got, want = run_tapped((tower, projector), images, shallow), run_tapped(parts, images, cfg)
-    assert relative_rms(got["vision.block0"], want["vision.block0"]) < 1e-6
+    assert rel_rms(got["vision.block0"], want["vision.block0"]) < 1e-6
     assert "vision.block1" not in got
 
 
@@ -206,8 +202,8 @@ def test_adapters_on_every_matrix(cfg: ModelConfig, parts) -> None:
     assert len(jax.tree.leaves(adapted)) == len(jax.tree.leaves(parts)) + 2 * len(MATRICES)
     images = random_images(cfg, [(1, 2, 4)])
     got, want = run(adapted, images, cfg), run(merged, images, cfg)
-    assert relative_rms(want, run(parts, images, cfg)) > 0.1
-    assert relative_rms(got, want) < 1e-5
+    assert rel_rms(want, run(parts, images, cfg)) > 0.1
+    assert rel_rms(got, want) < 1e-5
 
 
 def test_blueprint_initialises(cfg: ModelConfig) -> None:
@@ -402,15 +398,26 @@ def test_images_of_another_row_are_refused() -> None:
 def test_splice_in_row_major_order_with_gradient() -> None:
     tokens = jnp.array([[1, MEDIA, MEDIA], [MEDIA, 2, 3]])
     embeddings, rows = jnp.zeros((2, 3, 2), jnp.bfloat16), jnp.arange(1.0, 7).reshape(3, 2)
-    out = jax.jit(splice)(embeddings, tokens == MEDIA, rows)
+    out = jax.jit(splice)(embeddings, tokens == MEDIA, Features(rows, 3))
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, jnp.array([[[0, 0], [1, 2], [3, 4]], [[5, 6], [0, 0], [0, 0]]], jnp.bfloat16))
-    to_rows, to_embeddings = jax.grad(lambda r, e: jnp.sum(splice(e, tokens == MEDIA, r)), (0, 1))(rows, embeddings)
+
+    def total(rows, embeddings):
+        return jnp.sum(splice(embeddings, tokens == MEDIA, Features(rows, 3)))
+
+    to_rows, to_embeddings = jax.grad(total, (0, 1))(rows, embeddings)
     np.testing.assert_array_equal(to_rows, np.ones((3, 2)))
     np.testing.assert_array_equal(to_embeddings[..., 0], [[1, 0, 0], [0, 1, 1]])
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_splice_poisons_on_a_wrong_count(count: int) -> None:
-    out = splice(jnp.zeros((1, 5, 2)), jnp.array([[1, MEDIA, 2, MEDIA, MEDIA]]) == MEDIA, jnp.ones((count, 2)))
-    assert np.all(np.isnan(out))
+    holds = jnp.array([[1, MEDIA, 2, MEDIA, MEDIA]]) == MEDIA
+    assert np.isnan(splice(jnp.zeros((1, 5, 2)), holds, Features(jnp.ones((4, 2)), count))).all()
+
+
+def test_rows_past_the_count_are_room() -> None:
+    """Features padded to a bucket give what they give without."""
+    holds, rows = jnp.array([[False, True, True]]), jnp.arange(8.0).reshape(4, 2)
+    out = splice(jnp.zeros((1, 3, 2)), holds, Features(rows.at[2:].set(jnp.nan), jnp.int32(2)))
+    np.testing.assert_array_equal(out, [[[0, 0], [0, 1], [2, 3]]])

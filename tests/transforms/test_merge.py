@@ -145,6 +145,7 @@ def test_merge_into_packed_experts(model: Model, adapted, moved, name: str, layo
     assert set(report) == {f"layers.{i}.ffn.experts.{m}" for i in range(1, 8) for m in ("gate", "up", "down")}
 
 
+@pytest.mark.slow
 def test_merging_nothing_into_packed_experts_changes_no_value(packed, adapted) -> None:
     fresh = adapted(packed, ROUTED["shared_a"])
     assert max(merge_report(fresh).values()) == 0.0

@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from trillion_moe.blueprint import repeat_starts
 from trillion_moe.config import ModelConfig
-from trillion_moe.weights import MXFP4, LoRA, is_weight
+from trillion_moe.weights import MXFP4, MXFP4_GROUP, LoRA, is_weight, matrix_shape
 
 Part = Literal["weight", "packed", "scale"]
 SUFFIX: dict[Part, str] = {"weight": ".weight", "packed": ".weight_packed", "scale": ".weight_scale"}
-GROUP = 32  # values that share a scale in MXFP4
 PREFIXES = ("language_model.model.", "model.")
 
 
@@ -143,14 +143,6 @@ def _key(key: Any) -> str:
     raise TypeError(f"unknown kind of tree key: {key!r}")
 
 
-def matrix_shape(leaf: Any) -> tuple[int, ...]:
-    """[*b, K, N] that a weight stands for (the leaf may hold Specs)."""
-    if not isinstance(leaf, MXFP4):
-        return tuple(leaf.shape)
-    *batch, a, b = leaf.packed.shape
-    return (*batch, 2 * b, a) if leaf.layout == "nk" else (*batch, 2 * a, b)
-
-
 def slots(tree: Any, cfg: ModelConfig) -> Iterator[Slot]:
     """Every slot of a model or blueprint, a leaf's slots together. Names follow `cfg.checkpoint`.
 
@@ -173,10 +165,9 @@ def _homes(path: str, plan: Sequence[Any], cfg: ModelConfig) -> tuple[Row, bool,
     model = {"text": text, "head": head_prefix(text)}
     if path.startswith("segments."):
         _, s, j, leaf = path.split(".", 3)
-        segment = plan[int(s)]
-        first = sum(len(before.layers) * before.repeats for before in plan[: int(s)]) + int(j)
-        layers = [first + r * len(segment.layers) for r in range(segment.repeats)]
-        return _row(f"layer.{leaf}"), segment.repeats > 1, [model | {"layer": f"{text}layers.{i}."} for i in layers]
+        starts = repeat_starts(plan)[int(s)]
+        homes = [model | {"layer": f"{text}layers.{start + int(j)}."} for start in starts]
+        return _row(f"layer.{leaf}"), len(starts) > 1, homes
     if path.startswith("vision.blocks."):
         depth = cfg.vision.num_layers if cfg.vision is not None else 0
         return _row(path), depth > 1, [{"block": f"vision_tower.encoder.blocks.{i}."} for i in range(depth)]
@@ -207,7 +198,7 @@ def _slots_of(
         yield Slot(path, repeat, "weight", row.form, shape, held, names, None, row.float32, narrow)
         return
     experts, k, n = held
-    shapes: dict[Part, tuple[int, ...]] = {"weight": (n, k), "packed": (n, k // 2), "scale": (n, k // GROUP)}
+    shapes: dict[Part, tuple[int, ...]] = {"weight": (n, k), "packed": (n, k // 2), "scale": (n, k // MXFP4_GROUP)}
     for part, shape in shapes.items():
         full = tuple(name + SUFFIX[part] for name in names)
         form = Form.MATRIX if part == "weight" else Form.SAME

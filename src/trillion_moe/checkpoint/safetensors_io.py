@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from trillion_moe.config_json import distinct
+
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 # Bits per element, in the order in which files hold them from last to first. A header may name any of these.
@@ -115,15 +117,6 @@ def _parse(header: Header, text: bytes) -> dict[str, Any] | None:
         return None
     raw.pop("__metadata__", None)
     return raw
-
-
-def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose names must differ, for `object_pairs_hook`. ValueError names one that comes twice."""
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return table
 
 
 def _entry_of(value: Any, data_start: int) -> Entry | str:

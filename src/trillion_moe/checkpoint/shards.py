@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trillion_moe.checkpoint.errors import CheckpointError
-from trillion_moe.checkpoint.safetensors_io import distinct
+from trillion_moe.config_json import distinct
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

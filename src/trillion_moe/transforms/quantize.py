@@ -17,7 +17,7 @@ from trillion_moe.kernels import mxfp4
 from trillion_moe.transforms.targets import Place, axes, dims, places
 from trillion_moe.weights import MXFP4, Layout, LoRA
 
-GROUP = 32
+MXFP4_GROUP = 32
 _RMS_E2M1 = 2.926  # of a nibble drawn uniformly: sqrt(68.5 / 8)
 
 
@@ -93,12 +93,12 @@ def _packed(w: Any, place: Place, model: Any, layout: Layout) -> MXFP4:
     if isinstance(w, MXFP4):
         return w
     batch, k, n = dims(w)
-    if k % GROUP:
-        raise ValueError(f"{place.names[0]} [{k}, {n}] cannot be MXFP4: K = {k} is not a multiple of {GROUP}")
+    if k % MXFP4_GROUP:
+        raise ValueError(f"{place.names[0]} [{k}, {n}] cannot be MXFP4: K = {k} is not a multiple of {MXFP4_GROUP}")
     if is_spec(w):
         return _packed_spec(w, model.config.initializer_range, layout)
     flat = w.reshape(-1, k, n)
-    packed, scale = np.empty((len(flat), n, k // 2), np.uint8), np.empty((len(flat), n, k // GROUP), np.uint8)
+    packed, scale = np.empty((len(flat), n, k // 2), np.uint8), np.empty((len(flat), n, k // MXFP4_GROUP), np.uint8)
     for i in range(len(flat)):
         packed[i], scale[i] = mxfp4.encode(np.asarray(flat[i]).T)
     shaped = [a.reshape(*batch, *a.shape[1:]) for a in (packed, scale)]
@@ -116,7 +116,7 @@ def _packed_spec(w: Spec, std: float, layout: Layout) -> MXFP4:
             return Spec((*batch, n, rows), "uint8", (*names, n_axis, k_axis), init)
         return Spec((*batch, rows, n), "uint8", (*names, k_axis, n_axis), init)
 
-    return MXFP4(spec(k // 2, random_bytes), spec(k // GROUP, code), layout)
+    return MXFP4(spec(k // 2, random_bytes), spec(k // MXFP4_GROUP, code), layout)
 
 
 def _unpacked(w: Any, model: Any, dtype: jnp.dtype) -> Any:

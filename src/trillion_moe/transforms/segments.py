@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trillion_moe.blueprint import is_spec
+from trillion_moe.blueprint import is_spec, repeat_starts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,24 +31,19 @@ def split_segments(model: Any, cuts: Iterable[int]) -> Any:
     """
     cuts = set(cuts)
     _check(model.plan, cuts)
-    plan, segments, start = [], [], 0
-    for segment, blocks in zip(model.plan, model.segments, strict=True):
-        size, repeats = len(segment.layers), segment.repeats
-        inner = [r for r in range(1, repeats) if start + r * size in cuts]
-        for low, high in pairwise([0, *inner, repeats]):
+    plan, segments = [], []
+    for segment, blocks, starts in zip(model.plan, model.segments, repeat_starts(model.plan), strict=True):
+        inner = [r for r, start in enumerate(starts) if r and start in cuts]
+        for low, high in pairwise([0, *inner, segment.repeats]):
             plan.append(dataclasses.replace(segment, repeats=high - low))
             segments.append(blocks if not inner else jax.tree.map(lambda x, at=(low, high): _part(x, *at), blocks))
-        start += size * repeats
     model = jax.tree.map(lambda leaf: leaf, model)  # a new object with the same leaves
     model.plan, model.segments = tuple(plan), tuple(segments)
     return model
 
 
 def _check(plan, cuts: set[int]) -> None:
-    legal, start = [], 0
-    for segment in plan:
-        legal += [start + r * len(segment.layers) for r in range(segment.repeats)]
-        start += len(segment.layers) * segment.repeats
+    legal = [start for starts in repeat_starts(plan) for start in starts]
     if wrong := sorted(cuts - set(legal)):
         raise ValueError(f"cannot cut before layers {wrong}: legal are the first layers of repeats, {legal}")
 

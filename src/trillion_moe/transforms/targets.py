@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from trillion_moe.weights import MXFP4, LoRA, is_weight
+from trillion_moe.blueprint import repeat_starts
+from trillion_moe.weights import MXFP4, LoRA, is_weight, matrix_shape
 
 GROUPS = {
     "attention": ("kda", "mla"),
@@ -72,10 +73,7 @@ def places(model: Any, *, inside: bool = False) -> tuple[list[Place], Any]:
     A packed or adapted matrix is one leaf; with `inside` its arrays are (``layers.3.attention.q.base.packed``).
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=None if inside else is_weight)
-    starts, layer = [], 0
-    for segment in model.plan:
-        starts.append(layer)
-        layer += len(segment.layers) * segment.repeats
+    starts = repeat_starts(model.plan)
     return [_place(model.plan, starts, [_part(key) for key in path], leaf) for path, leaf in flat], treedef
 
 
@@ -86,18 +84,17 @@ def _part(key: Any) -> str | int:
     raise TypeError(f"a model's leaves are reached by attributes and tuples, not by {key!r}")
 
 
-def _place(plan, starts: list[int], path: list, leaf: Any) -> Place:
+def _place(plan, starts: list[list[int]], path: list, leaf: Any) -> Place:
     if path[0] != "segments":
         name = ".".join(map(str, path))
         return Place((name,), (), (), _OUTSIDE.get(name), leaf)
     _, s, j, *rest = path
     segment, tail = plan[s], ".".join(map(str, rest))
-    repeats = tuple(starts[s] + r * len(segment.layers) for r in range(segment.repeats))
-    layers = tuple(start + j for start in repeats)
+    layers = tuple(start + j for start in starts[s])
     kind = segment.layers[j].attention
     attention = {f"attention.{m}": kind for m in _ATTENTION.get(kind, ())}
     group = attention.get(tail) or _FFN.get(tail)
-    return Place(tuple(f"layers.{i}.{tail}" for i in layers), layers, repeats, group, leaf)
+    return Place(tuple(f"layers.{i}.{tail}" for i in layers), layers, tuple(starts[s]), group, leaf)
 
 
 def moe_layers(model: Any) -> tuple[int, ...]:
@@ -149,17 +146,8 @@ def _legal(found: list[Place]) -> str:
 
 def dims(weight: Any) -> tuple[tuple[int, ...], int, int]:
     """(b, K, N) of a weight ``[*b, K, N]``: array, Spec, packed or adapted."""
-    match weight:
-        case LoRA(base=base):
-            return dims(base)
-        case MXFP4(packed=packed, layout="nk"):
-            *batch, n, half = packed.shape
-        case MXFP4(packed=packed):
-            *batch, half, n = packed.shape
-        case _:
-            *batch, k, n = weight.shape
-            return tuple(batch), k, n
-    return tuple(batch), 2 * half, n
+    *batch, k, n = matrix_shape(weight)
+    return tuple(batch), k, n
 
 
 def axes(weight: Any) -> tuple[str, ...]:
