@@ -10,6 +10,7 @@ from tests.tiny import filled, tiny_k3
 
 import trillion_moe as tm
 from trillion_moe.cli import main
+from trillion_moe.model import layer_places
 from trillion_moe.transforms.targets import places
 
 ABOUT = {"model_type": "kimi_k3", "layers": 8, "kda_layers": 6, "mla_layers": 2, "dtype": "float32"}
@@ -89,7 +90,7 @@ def test_generate_prints_ids(tiny, capsys) -> None:
     printed = capsys.readouterr()
     expected = tm.generate(tm.load(tiny), prompts, max_new_tokens=5)
     assert printed.out.splitlines() == [",".join(map(str, completion.ids)) for completion in expected]
-    assert printed.err.startswith(f"{sum(len(completion.ids) for completion in expected)} tokens in ")
+    assert printed.err.startswith(f"{sum(len(completion.ids) for completion in expected)} tokens; the first after ")
 
 
 @pytest.mark.parametrize("verb", [["inspect"], ["generate", "--ids", "1,2"]], ids=lambda verb: verb[0])
@@ -148,3 +149,20 @@ def test_version_as_a_program() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"trillion-moe {tm.__version__}, jax {jax.__version__}\n"
     assert done.stderr == ""
+
+
+def test_inspect_against_what_was_packed(goldens, tmp_path, capsys) -> None:
+    """fault 54: experts whose scales were written with another bias have four times the norm of the original's."""
+    packed = goldens / "kimi_k3" / "a" / "mxfp4"
+    plain = tm.load(packed, quantization="decode")
+    tm.save(tmp_path / "plain", plain)
+    assert main(["inspect", str(packed), "--against", str(tmp_path / "plain")]) == 0
+    capsys.readouterr()
+    s, j, _ = layer_places(plain.plan)[1]
+    plain.segments[s][j].ffn.experts.gate = plain.segments[s][j].ffn.experts.gate.at[3].multiply(0.25)
+    tm.save(tmp_path / "quarter", plain)
+    assert main(["inspect", str(packed), "--against", str(tmp_path / "quarter")]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "layers.1.block_sparse_moe.experts.3.w1.weight_packed: root mean square" in printed.err
+    assert "4 times that of the original" in printed.err

@@ -21,7 +21,8 @@ CODE_FOLDERS = ("src", "kernels", "configs", "meshes", "tests")
 # A unit is a module or a folder directly under src/trillion_moe. It may import the units named here and what those may
 # import in turn, and nothing else of ours.
 NAMED = {
-    "config_json": "",
+    "config_codecs": "",
+    "config_json": "config_codecs",
     "config": "config_json",
     "kernels": "",
     "weights": "",
@@ -35,7 +36,8 @@ NAMED = {
     "inputs": "layers",
     "checkpoint": "weights blueprint sharding config kernels",
     "data": "config",
-    "steps": "model trace inputs transforms",
+    "sampling": "inputs",
+    "steps": "model trace inputs sampling transforms",
     # What a person runs: steps and anything before it, never each other.
     "train": "steps checkpoint data",
     "generate": "steps checkpoint data",

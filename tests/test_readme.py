@@ -4,12 +4,15 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from trillion_moe import cli
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_python(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for language, code in BLOCKS:

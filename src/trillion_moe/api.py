@@ -14,20 +14,18 @@ from trillion_moe import model as _model
 from trillion_moe import trace as _trace
 from trillion_moe.checkpoint import CheckpointError
 from trillion_moe.config import ConfigError, ModelConfig
-from trillion_moe.generate import Completion, generate
+from trillion_moe.data.chat import ChatOptions
+from trillion_moe.data.processor import load_processor
+from trillion_moe.generate import Completion, Session, generate, stream
 from trillion_moe.inputs import Images, InputError, check_inputs, traced
 from trillion_moe.layers.block import LayerSpec
 from trillion_moe.layers.vision import ImageBatch
-from trillion_moe.model import Caches, Model, Segment, bucket, depth_plan, grow, init_caches
+from trillion_moe.model import Caches, Model, Segment, bucket, depth_plan, grow
 from trillion_moe.transforms import (
     LoRAConfig,
     add_lora,
-    cast,
     combine,
-    count_by_group,
-    experts_from_load,
     merge_lora,
-    merge_report,
     partition,
     quantize_experts,
     remove_lora,
@@ -35,7 +33,7 @@ from trillion_moe.transforms import (
 from trillion_moe.weights import Layout
 
 __all__ = [
-    "Caches",
+    "ChatOptions",
     "CheckpointError",
     "Completion",
     "ConfigError",
@@ -44,22 +42,20 @@ __all__ = [
     "LoRAConfig",
     "Model",
     "ModelConfig",
+    "Session",
     "add_lora",
-    "cast",
     "combine",
-    "count_by_group",
-    "experts_from_load",
     "forward",
     "generate",
-    "init_caches",
     "load",
+    "load_processor",
     "loss",
     "merge_lora",
-    "merge_report",
     "partition",
     "quantize_experts",
     "remove_lora",
     "save",
+    "stream",
     "trace",
 ]
 

@@ -1,23 +1,34 @@
 """`trillion-moe`: one verb per job. Errors go to standard error in one message, the exit code is then 1 (2: usage)."""
 
 import argparse
+import dataclasses
 import json
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 
 import jax
 
 from trillion_moe import __version__, api
+from trillion_moe.checkpoint import compare_experts
+from trillion_moe.data.chat import ChatError
+from trillion_moe.data.image_files import ImageError
+from trillion_moe.data.tokenizer import TokenizerError
+from trillion_moe.generate import command
 from trillion_moe.transforms.targets import places
+from trillion_moe.weights import parameters
+
+ERRORS = (
+    *(api.ConfigError, api.CheckpointError, api.InputError, ChatError, ImageError, TokenizerError),
+    *(OSError, EOFError, UnicodeDecodeError, FloatingPointError),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (api.ConfigError, api.CheckpointError, api.InputError, OSError, EOFError, FloatingPointError) as error:
+    except ERRORS as error:
         print(f"trillion-moe {args.verb}: {error}", file=sys.stderr)
         return 1
 
@@ -28,34 +39,30 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     inspect = verbs.add_parser("inspect", help="load a checkpoint, check all of it, print what it holds")
     inspect.add_argument("folder")
+    inspect.add_argument(
+        "--against", metavar="FOLDER", help="what it was quantised from: refuse experts of another norm"
+    )
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
-    generate = verbs.add_parser("generate", help="continue token ids greedily")
-    generate.add_argument("folder")
-    generate.add_argument("--ids", type=_ids, action="append", required=True, help="a prompt: 1,2,3; may be repeated")
-    generate.add_argument("--max-new-tokens", type=int, default=128)
-    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="as stored by default")
+    generate = verbs.add_parser("generate", help="answer prompts of text, pictures or token ids")
+    command.add_arguments(generate)
     generate.set_defaults(run=_generate)
     return parser
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of token ids") from None
 
 
 def _inspect(args: argparse.Namespace) -> int:
     """Parameters and bytes by group; loading has audited every tensor."""
     model = api.load(args.folder)
-    parameters, nbytes = Counter(), Counter()
-    for place in places(model, inside=True)[0]:
+    if args.against:
+        plain = api.Model(dataclasses.replace(model.config, quantization=None))
+        if findings := compare_experts(plain, args.folder, args.against):
+            raise api.CheckpointError(args.folder, findings)
+    counts, nbytes = Counter(), Counter()
+    for place in places(model)[0]:
         name = place.names[0]
-        held = {"packed": 2, "scale": 0}.get(name.rsplit(".", 1)[-1], 1)  # of 4-bit matrices: two values a byte
         group = next((part for part in name.split(".") if part in ("vision", "projector")), None) or place_group(name)
-        parameters[group] += held * place.leaf.size
-        nbytes[group] += place.leaf.nbytes
+        counts[group] += parameters(place.leaf)
+        nbytes[group] += sum(array.nbytes for array in jax.tree.leaves(place.leaf))
     cfg = model.config
     about = {
         "model_type": cfg.model_type,
@@ -64,7 +71,7 @@ def _inspect(args: argparse.Namespace) -> int:
         "mla_layers": cfg.attention.count("mla"),
         "dtype": model.dtype,
         "experts": "packed MXFP4" if cfg.quantization else model.dtype,
-        "parameters": {**parameters, "total": parameters.total()},
+        "parameters": {**counts, "total": counts.total()},
         "bytes": {**nbytes, "total": nbytes.total()},
     }
     if args.json:
@@ -89,15 +96,8 @@ def place_group(name: str) -> str:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    model = api.load(args.folder, dtype=args.dtype)
-    start = time.perf_counter()
-    completions = api.generate(model, args.ids, max_new_tokens=args.max_new_tokens)
-    seconds = time.perf_counter() - start
-    for completion in completions:
-        print(",".join(map(str, completion.ids)))
-    count = sum(len(c.ids) for c in completions)
-    print(f"{count} tokens in {seconds:.2f} s, compilation included", file=sys.stderr)
-    return 0
+    command.check(args)
+    return command.run(args, api.load(args.folder, dtype=args.dtype))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from trillion_moe.layers.depth import Run, attention_residuals, residual_stream
 from trillion_moe.layers.mla import MLACache
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.residual import AttnRes
-from trillion_moe.layers.vision import ImageBatch, Projector, VisionTower, splice
+from trillion_moe.layers.vision import Features, ImageBatch, Projector, VisionTower, splice
 from trillion_moe.ops import accumulator, dot
 
 SCAN_ABOVE = 16  # layers; a shallower model is unrolled, which runs faster and still compiles in seconds
@@ -154,7 +154,8 @@ def init_caches(model: Model, batch: int, capacity: int) -> Caches:
         tuple(one(block, segment.repeats) for block in blocks)
         for blocks, segment in zip(model.segments, model.plan, strict=True)
     )
-    return Caches(layers, jnp.zeros((batch, capacity), jnp.int32), *(jnp.zeros(batch, jnp.int32),) * 2)
+    zeros = partial(jnp.zeros, dtype=jnp.int32)
+    return Caches(layers, zeros((batch, capacity)), zeros(batch), zeros(batch))
 
 
 def bucket(length: int) -> int:
@@ -205,21 +206,26 @@ def _take(x_BT: jax.Array, index_BT: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_BT, index_BT.reshape(*index_BT.shape, *(1,) * (x_BT.ndim - 2)), axis=1)
 
 
-def embed(
-    model: Model, tokens_BT, images: ImageBatch | None = None, segments_BT=None, tap: dict | None = None
-) -> jax.Array:
-    """Token embeddings with the projected image features at the placeholders, in order -> ``[B, T, D]``.
+def image_features(model: Model, images: ImageBatch | None, tap: dict | None = None) -> Features | None:
+    """The tower's and the projector's output: one row ``[D]`` for every image token of every picture, in order."""
+    if images is None:
+        return None
+    rows_MD = model.projector(model.vision(images, model.config, tap), model.config, tap)
+    return Features(rows_MD, len(rows_MD))
+
+
+def embed(model: Model, tokens_BT, features: Features | None = None, segments_BT=None) -> jax.Array:
+    """Token embeddings with image features at the placeholders, in order -> ``[B, T, D]``.
 
     What stands in padding is no placeholder.
     """
     x_BTD = model.embed[tokens_BT].astype(activation_dtype(model))
-    if images is None:
+    if features is None:
         return x_BTD
-    features_MD = model.projector(model.vision(images, model.config, tap), model.config, tap)
     holds_BT = tokens_BT == model.config.media_id
     if segments_BT is not None:
         holds_BT &= segments_BT > 0
-    return splice(x_BTD, holds_BT, features_MD)
+    return splice(x_BTD, holds_BT, features)
 
 
 def trunk(
@@ -288,7 +294,7 @@ def forward(model: Model, tokens_BT, *, segments=None, images: ImageBatch | None
     caches = init_caches(model, *tokens_BT.shape) if caches is None else caches
     rows = Compaction.of(segments)
     segments_BT = None if segments is None else rows.forth(segments)
-    x_BTD = embed(model, rows.forth(tokens_BT), images, segments_BT)
+    x_BTD = embed(model, rows.forth(tokens_BT), image_features(model, images), segments_BT)
     hidden_BTD, caches, *_ = trunk(model, x_BTD, segments_BT, caches)
     return rows.back(unembed(model, hidden_BTD)), caches
 
@@ -329,7 +335,8 @@ def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple
     by_token = {k: batch[k] for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
     batch = dict(batch) | jax.tree.map(rows.forth, by_token)
     targets_BT, counted_BT = next_token_targets(model, batch)
-    x_BTD = embed(model, batch["tokens"], batch.get("images"), batch.get("segments"))
+    features = image_features(model, batch.get("images"))
+    x_BTD = embed(model, batch["tokens"], features, batch.get("segments"))
     hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
     total, correct = cross_entropy(model, hidden_BTD, targets_BT, counted_BT)
     count = jnp.sum(counted_BT, dtype=jnp.int32)

@@ -3,6 +3,7 @@
 Each takes and returns values only. Jit them where they are used, donating what is replaced.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,17 +11,19 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from trillion_moe.layers.vision import ImageBatch
+from trillion_moe.layers.vision import Features
 from trillion_moe.model import Caches, Model, embed, loss, trunk, unembed
+from trillion_moe.sampling import Sampler, choose
 from trillion_moe.transforms import combine
 
 
-def prefill_step(model: Model, tokens_BT, segments_BT, caches: Caches, images: ImageBatch | None = None):
+def prefill_step(model: Model, tokens_BT, segments_BT, caches: Caches, features: Features | None = None):
     """Enter prompts, or a piece of them, into the caches -> logits float32 [B, V] after each row's last token, caches.
 
-    segments_BT: int32, 0 = padding, which stands at the end of a row; None without padding.
+    segments_BT: int32, 0 = padding, which stands at the end of a row; None without padding. features: of the pictures
+    whose placeholders stand in these tokens (`model.image_features`).
     """
-    hidden_BTD, caches, *_ = trunk(model, embed(model, tokens_BT, images, segments_BT), segments_BT, caches)
+    hidden_BTD, caches, *_ = trunk(model, embed(model, tokens_BT, features, segments_BT), segments_BT, caches)
     if segments_BT is None:
         return unembed(model, hidden_BTD[:, -1]), caches
     last_B = jnp.maximum(jnp.sum(segments_BT > 0, axis=1) - 1, 0)
@@ -35,35 +38,53 @@ def decode_step(model: Model, token_B, active_B, caches: Caches):
     return unembed(model, hidden_B1D[:, 0]), caches
 
 
-def greedy_steps(model: Model, logits_BV, caches: Caches, eos_ids: jax.Array, steps: int):
-    """Up to `steps` greedy tokens per row, stopping early once every row has ended.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """Generation between two tokens, a row for each prompt.
 
-    A row ends with the first of `eos_ids` (int32 [n], may be empty), which is kept. -> tokens int32 [B, steps]
-    (-1 after the end), and per row the step at which its logits were not finite (-1: never), caches.
+    logits: float32 [B, V], of the next token. caches: of the tokens so far. sampler: how a row chooses.
+    left: int32 [B], tokens that a row may still make; 0 = it has ended. failed: bool [B], ended by logits that are not
+    finite.
     """
-    batch = logits_BV.shape[0]
+
+    logits: Any
+    caches: Caches
+    sampler: Sampler
+    left: Any
+    failed: Any
+
+
+def decode_steps(model: Model, now: Decoding, eos_ids: jax.Array, steps: jax.Array | int, *, room: int):
+    """Up to `steps` (at most `room`) tokens more for every row that has not ended; stops early once all have.
+
+    A row ends with the first of `eos_ids` (int32 [n], may be empty), which is kept, and where its logits are not
+    finite, without a token. -> tokens int32 [B, room] (-1 where a row made none), and the Decoding after them.
+    """
 
     def body(carry):
-        i, logits_BV, active_B, tokens_BN, bad_B, caches = carry
-        finite_B = jnp.all(jnp.isfinite(logits_BV), axis=-1)
-        bad_B = jnp.where(active_B & ~finite_B & (bad_B < 0), i, bad_B)
-        token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        i, tokens_BN, now = carry
+        finite_B = jnp.all(jnp.isfinite(now.logits), axis=-1)
+        active_B = (now.left > 0) & finite_B
+        failed_B = now.failed | (now.left > 0) & ~finite_B
+        token_B, sampler = choose(now.logits, now.sampler)
         tokens_BN = tokens_BN.at[:, i].set(jnp.where(active_B, token_B, -1))
-        active_B &= finite_B & ~jnp.any(token_B[:, None] == eos_ids[None, :], axis=-1)
-        more = (i + 1 < steps) & jnp.any(active_B)
+        ended_B = jnp.any(token_B[:, None] == eos_ids[None, :], axis=-1)
+        left_B = jnp.where(active_B & ~ended_B, now.left - 1, 0)
         logits_BV, caches = lax.cond(
-            more, lambda: decode_step(model, token_B, active_B, caches), lambda: (logits_BV, caches)
+            jnp.any(left_B > 0),
+            lambda: decode_step(model, token_B, left_B > 0, now.caches),
+            lambda: (now.logits, now.caches),
         )
-        return i + 1, logits_BV, active_B, tokens_BN, bad_B, caches
+        return i + 1, tokens_BN, Decoding(logits_BV, caches, sampler, left_B, failed_B)
 
     def going(carry):
-        i, _, active_B, *_ = carry
-        return (i < steps) & jnp.any(active_B)
+        i, _, now = carry
+        return (i < jnp.minimum(steps, room)) & jnp.any(now.left > 0)
 
-    none_BN = jnp.full((batch, steps), -1, jnp.int32)
-    start = (0, logits_BV, jnp.ones(batch, bool), none_BN, none_BN[:, 0], caches)
-    _, _, _, tokens_BN, bad_B, caches = lax.while_loop(going, body, start)
-    return tokens_BN, bad_B, caches
+    none_BN = jnp.full((now.logits.shape[0], room), -1, jnp.int32)
+    _, tokens_BN, now = lax.while_loop(going, body, (0, none_BN, now))
+    return tokens_BN, now
 
 
 def train_step(

@@ -4,7 +4,18 @@ import jax
 import jax.numpy as jnp
 
 from trillion_moe.layers.vision import ImageBatch
-from trillion_moe.model import Caches, Compaction, Model, at_repeat, embed, init_caches, layer_places, trunk, unembed
+from trillion_moe.model import (
+    Caches,
+    Compaction,
+    Model,
+    at_repeat,
+    embed,
+    image_features,
+    init_caches,
+    layer_places,
+    trunk,
+    unembed,
+)
 
 Arrays = dict[str, jax.Array]
 
@@ -22,7 +33,7 @@ def trace(model: Model, tokens_BT, *, segments=None, images: ImageBatch | None =
     rows, arrays = Compaction.of(segments), {}
     compact_BT = rows.forth(tokens_BT)
     segments_BT = None if segments is None else rows.forth(segments)
-    x_BTD = embed(model, compact_BT, images, segments_BT, arrays)
+    x_BTD = embed(model, compact_BT, image_features(model, images, arrays), segments_BT)
     hidden_BTD, caches, aux, (mix_BTD, bank) = trunk(
         model, x_BTD, segments_BT, init_caches(model, *tokens_BT.shape), tracing=True
     )

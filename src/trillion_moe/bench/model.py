@@ -6,7 +6,6 @@ Both run the same weights: transformers' model is saved and loaded here, so that
 import math
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import numpy as np
 from trillion_moe import checkpoint
 from trillion_moe.bench.clock import alternate, ratio, summary
 from trillion_moe.model import Model, init_caches, loss
-from trillion_moe.steps import greedy_steps, prefill_step
+from trillion_moe.sampling import Sampler, SamplingConfig
+from trillion_moe.steps import Decoding, decode_steps, prefill_step
 from trillion_moe.transforms.targets import places
 
 CONFIG = {
@@ -137,12 +137,15 @@ def _decode(model: Model, theirs: Any, rounds: int) -> dict[str, Any]:
 
     ids = np.random.default_rng(1).integers(3, CONFIG["vocab_size"], (BATCH, PROMPT)).astype(np.int32)
     torch_ids = torch.tensor(ids, dtype=torch.long)
-    none = jnp.zeros(0, jnp.int32)
+    greedy = Sampler.of([SamplingConfig()] * BATCH, ids.tolist(), CONFIG["vocab_size"])
 
-    @partial(jax.jit, static_argnames="steps")
+    @jax.jit
     def ours(model, ids, steps):
         logits, caches = prefill_step(model, ids, None, init_caches(model, BATCH, PROMPT + NEW))
-        return greedy_steps(model, logits, caches, none, steps)[0]
+        left, failed = jnp.full(BATCH, steps, jnp.int32), jnp.zeros(BATCH, bool)
+        return decode_steps(model, Decoding(logits, caches, greedy, left, failed), jnp.zeros(0, int), steps, room=NEW)[
+            0
+        ]
 
     def transformers():
         with torch.no_grad():

@@ -69,8 +69,9 @@ class KDA(nnx.Module):
 
     def empty_cache(self, cfg: ModelConfig, batch: int, dtype) -> KDACache:
         m = cfg.kda
-        conv = jnp.zeros((batch, m.conv_width - 1, m.num_heads * m.head_dim), dtype)
-        return KDACache(conv, conv, conv, jnp.zeros((batch, m.num_heads, m.head_dim, m.head_dim), accumulator(dtype)))
+        conv = (batch, m.conv_width - 1, m.num_heads * m.head_dim)
+        state = jnp.zeros((batch, m.num_heads, m.head_dim, m.head_dim), accumulator(dtype))
+        return KDACache(jnp.zeros(conv, dtype), jnp.zeros(conv, dtype), jnp.zeros(conv, dtype), state)
 
     def __call__(self, x_BTD, segments_BT, cfg: ModelConfig, cache: KDACache | None, cached_segment_B, tap: Tap = None):
         """-> output ``[B, T, D]``, updated cache (None if none was given).

@@ -4,7 +4,7 @@ Shape suffixes: P patches, M merged rows, W patches of a merge window, I items, 
 width, N the text's. The grids are static, so every index below is a constant of the compiled computation.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,16 +141,23 @@ class Projector(nnx.Module):
         return out_MN
 
 
-def splice(embeddings_BTN: jax.Array, holds_BT: jax.Array, features_MN: jax.Array) -> jax.Array:
+class Features(NamedTuple):
+    """What a picture is to the text. rows: ``[M, N]``, one for every image token; count: int32, how many are in use."""
+
+    rows: jax.Array
+    count: jax.Array | int
+
+
+def splice(embeddings_BTN: jax.Array, holds_BT: jax.Array, features: Features) -> jax.Array:
     """Embeddings where `holds` (placeholders) replaced, in row-major order, by the features, cast to their dtype.
 
-    The counts cannot be compared while tracing: if there are not exactly M placeholders the result is NaN throughout.
-    `vision_positions.expand_placeholders` refuses such a batch on the host.
+    The counts cannot be compared while tracing: if there are not exactly `count` placeholders the result is NaN
+    throughout. `vision_positions.expand_placeholders` refuses such a batch on the host.
     """
     index_BT = (jnp.cumsum(holds_BT.reshape(-1), dtype=jnp.int32) - 1).reshape(holds_BT.shape)
-    rows_BTN = features_MN.astype(embeddings_BTN.dtype)[jnp.clip(index_BT, 0, len(features_MN) - 1)]
+    rows_BTN = features.rows.astype(embeddings_BTN.dtype)[jnp.clip(index_BT, 0, len(features.rows) - 1)]
     out_BTN = jnp.where(holds_BT[..., None], rows_BTN, embeddings_BTN)
-    return jnp.where(jnp.sum(holds_BT) == len(features_MN), out_BTN, jnp.nan)
+    return jnp.where(jnp.sum(holds_BT) == features.count, out_BTN, jnp.nan)
 
 
 def merge(x_PD: jax.Array, at: Positions) -> jax.Array:

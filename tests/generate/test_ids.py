@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 from tests.tiny import filled, tiny_k3
 
 import trillion_moe as tm
+from trillion_moe.generate import engine
+from trillion_moe.sampling import SamplingConfig
 
 STEPS = 6
 LENGTHS = (3, 9, 70)  # the last one needs another bucket, of prompt and of cache, than the others
@@ -19,7 +21,7 @@ LENGTHS = (3, 9, 70)  # the last one needs another bucket, of prompt and of cach
 
 @pytest.fixture(scope="module")
 def model():
-    """Two layers. Every call below has two end tokens, as their number is part of a compiled shape."""
+    """Two layers."""
     kinds = {"num_layers": 2, "attention": ("kda", "mla"), "mlp": ("dense", "moe")}
     return filled(tiny_k3(**kinds, eos_ids=(2, 5)))
 
@@ -117,10 +119,18 @@ def test_an_end_token_on_the_last_step(model, prompts, free) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompts", ["1,2", ["1,2"], [], [1, 2]], ids=str)
-def test_prompts_are_lists_of_ids(model, prompts) -> None:
-    with pytest.raises(tm.InputError, match="prompts must be a non-empty list of token-id lists"):
+@pytest.mark.parametrize("prompts", ["1,2", [], [1, 2], {"role": "user"}], ids=str)
+def test_prompts_are_a_list_of_prompts(model, prompts) -> None:
+    with pytest.raises(tm.InputError, match="prompts must be a non-empty list whose items are token-id lists, strings"):
         tm.generate(model, prompts)
+
+
+@pytest.mark.parametrize("prompt", ["1,2", [{"role": "user", "content": "?"}]], ids=str)
+def test_text_needs_a_tokenizer(model, prompt) -> None:
+    with pytest.raises(tm.InputError, match=r"prompt 1 is no list of token ids: give tokenizer=.*load_processor"):
+        tm.generate(model, [[7], prompt])
+    with pytest.raises(tm.InputError, match=r"stop strings need text: give tokenizer"):
+        tm.generate(model, [[7]], stop="x")
 
 
 def test_bad_prompts_are_named(model) -> None:
@@ -139,18 +149,46 @@ def test_bad_prompts_are_named(model) -> None:
             tm.generate(model, [[7]], max_new_tokens=count)
 
 
-def test_logits_that_are_not_finite_are_named(model, prompts, free) -> None:
-    """Prompt and step: at once with a NaN in the head, later with one in the embedding of a token that comes up."""
+def test_logits_that_are_not_finite_are_named(model, prompts) -> None:
+    """Of every prompt: an error."""
     bad = changed(model, head=model.head.at[0, 0].set(jnp.nan))
-    with pytest.raises(FloatingPointError, match=r"prompt 0: logits are not finite at new token 0 \(of 6\)"):
+    with pytest.raises(
+        FloatingPointError, match=r"prompt 0: logits are not finite at new token 0 \(of 6\); prompt 1: "
+    ):
         tm.generate(bad, prompts, max_new_tokens=STEPS)
+
+
+def test_a_nan_fails_its_prompt_and_no_other(model, prompts, free) -> None:
+    """In the embedding of a token that comes up in row 1, or stands in a prompt."""
     token = free[1][1]  # and no other row's; padding is 0
     assert token not in {0, *free[0], free[1][0], *free[2]}.union(*prompts)
     bad = changed(model, embed=model.embed.at[token].set(jnp.nan))
-    with pytest.raises(FloatingPointError, match=r"prompt 1: logits are not finite at new token 2 \(of 6\)"):
-        tm.generate(bad, prompts, max_new_tokens=STEPS)
+    good, failed, other = tm.generate(bad, prompts, max_new_tokens=STEPS)
+    assert (failed.ids, failed.finish) == (free[1][:2], "error")
+    assert failed.error == "prompt 1: logits are not finite at new token 2 (of 6)"
+    assert [good.ids, other.ids] == [free[0], free[2]]
+    at_once = tm.generate(bad, [prompts[0], [9, token, 9], prompts[2]], max_new_tokens=STEPS)
+    assert [c.ids for c in at_once] == [free[0], (), free[2]]
+    assert at_once[1].error == "prompt 1: logits are not finite at new token 0 (of 6)"
     ended = tm.generate(bad, prompts, max_new_tokens=STEPS, eos_ids=(token, 5))  # a row that has ended feeds nothing
     assert [c.ids for c in ended] == [free[0], free[1][:2], free[2]]
+
+
+def test_a_nan_changes_no_bit_of_the_other_rows(model, prompts, free) -> None:
+    """Logits and caches of rows 0 and 2 after prefill and six tokens, against a run in which row 1 is sound."""
+    token = free[1][1]
+    bad = changed(model, embed=model.embed.at[token].set(jnp.nan))
+    runs = []
+    for weights in (model, bad):
+        sampling = [SamplingConfig()] * 3
+        now = engine.start(weights, engine.Prompts.of(weights, prompts, None), sampling, [STEPS + 9] * 3)
+        _, now = engine.decode(weights, now, (), STEPS)
+        runs.append((np.asarray(now.logits), [np.asarray(a) for a in jax.tree.leaves(now.caches)]))
+    (sound, caches), (poisoned, others) = runs
+    assert np.isnan(poisoned[1]).all()
+    np.testing.assert_array_equal(sound[[0, 2]], poisoned[[0, 2]])
+    for a, b in zip(caches, others, strict=True):
+        np.testing.assert_array_equal(a[[0, 2]], b[[0, 2]])
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
