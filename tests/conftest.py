@@ -29,3 +29,10 @@ if PLATFORM == "cpu":
 def goldens() -> Path:
     """Folder of the golden files, whose arrays other implementations computed."""
     return Path(__file__).parent / "goldens"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _drop_programs():
+    """What a module compiled is of no use to the next: kept, thousands of programs exhaust the process's mappings."""
+    yield
+    jax.clear_caches()

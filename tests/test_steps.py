@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
+from tests.numerics import rel_rms
 from tests.tiny import LINEAR, by_name, filled, tiny_k3
 
 import trillion_moe as tm
-from trillion_moe.steps import train_step
+from trillion_moe.steps import grad_step, train_step, update_step
 from trillion_moe.transforms.targets import places
 from trillion_moe.weights import MXFP4, LoRA
 
@@ -137,3 +138,56 @@ def test_weight_decay_leaves_the_routers_bias_alone() -> None:
     assert second["loss"] < first["loss"]
     for name, array in by_name(tm.combine(trainable, frozen), model).items():
         assert np.array_equal(array, before[name]) == name.endswith("router.bias"), name
+
+
+# --- sums over batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small():
+    kinds = {"num_layers": 2, "attention": ("kda", "mla"), "mlp": ("dense", "moe")}
+    model = tm.add_lora(filled(tiny_k3(**LINEAR | kinds)), tm.LoRAConfig(rank=2), jax.random.key(0))
+    trainable, frozen = tm.partition(model)
+    trainable = jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape), trainable)
+    return trainable, frozen
+
+
+def rows(*slices, tokens, mask):
+    return [{"tokens": tokens[s], "loss_mask": mask[s]} for s in slices]
+
+
+def test_gradients_of_parts_add_up(small) -> None:
+    """fault 97: rows with 4 and 3 x 1 supervised tokens in two batches give the gradient of one batch, not of means."""
+    trainable, frozen = small
+    tokens = np.asarray(jax.random.randint(jax.random.key(1), (4, 8), 6, 300))
+    mask = np.zeros((4, 8), bool)
+    mask[0, 4:], mask[1:, 7] = True, True
+    step = jax.jit(grad_step)
+    (whole, sums), *parts = (step(trainable, frozen, batch) for batch in rows(
+        np.s_[:], np.s_[:1], np.s_[1:], tokens=tokens, mask=mask))  # fmt: skip
+    assert int(sums["tokens"]) == 7
+    added, total = jax.tree.map(lambda *leaves: sum(leaves[1:], start=leaves[0]), *parts)
+    for name in sums:
+        np.testing.assert_allclose(total[name], sums[name], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(added), jax.tree.leaves(whole), strict=True):
+        assert rel_rms(a, b) < 1e-5
+    optimizer = optax.sgd(1.0)
+    _, _, metrics = update_step(optimizer, trainable, optimizer.init(trainable), added, total)
+    assert abs(float(metrics["loss"]) - float(sums["loss"]) / 7) < 1e-5
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_nothing_is_updated_by_what_is_not_finite(small, where) -> None:
+    trainable, _ = small
+    optimizer = optax.adam(1.0)
+    state = optimizer.init(trainable)
+    grads = jax.tree.map(jax.numpy.ones_like, trainable)
+    sums = {"loss": jax.numpy.float32(3), "tokens": jax.numpy.int32(2), "correct": jax.numpy.float32(1)}
+    if where == "loss":
+        sums["loss"] = jax.numpy.float32(jax.numpy.inf)
+    else:
+        first, treedef = jax.tree.flatten(grads)
+        grads = treedef.unflatten([first[0].at[(0,) * first[0].ndim].set(jax.numpy.nan), *first[1:]])
+    after, new_state, metrics = update_step(optimizer, trainable, state, grads, sums)
+    assert not np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
+    jax.tree.map(np.testing.assert_array_equal, (after, new_state), (trainable, state))

@@ -1,6 +1,7 @@
 """Tiny models of both families for the tests, and their arrays by logical name."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 
 import trillion_moe as tm
 from trillion_moe.blueprint import init
-from trillion_moe.config import KDAConfig, MLAConfig, MoEConfig
+from trillion_moe.config import KDAConfig, MLAConfig, MoEConfig, VisionConfig
+from trillion_moe.data.tiktoken_model import K3_ADDED, K3_RANKS, write_tiktoken
 from trillion_moe.model import Model, at_repeat, depth_plan, layer_places
 from trillion_moe.transforms.targets import places
 
@@ -69,6 +71,28 @@ SHORT = {"num_layers": 3, "attention": ("kda", "mla", "kda"), "mlp": ("dense", "
 
 SIX = {"num_layers": 6, "attention": ("kda", "mla") * 3, "mlp": ("dense",) + ("moe",) * 5}
 """Changes after which the last two blocks (or pairs of layers) repeat."""
+
+
+RANKS = [bytes([i]) for i in range(256)] + [b"message", b"assistant", b"response", b" role", b"user"]
+IDS = {token.name: (len(RANKS) + i - K3_RANKS, token.special) for i, token in K3_ADDED.items()}
+"""A vocabulary of all single bytes, a few words, and K3's control tokens."""
+
+
+def text_checkpoint(folder: Path, *, packed: bool = False) -> Path:
+    """A tiny Kimi K3 that reads text and pictures: two layers, saved with its tokenizer."""
+    vision = VisionConfig(
+        hidden_size=32, num_layers=1, num_heads=2, qkv_size=32, mlp_size=64, patch_size=14, text_hidden_size=64,
+        pos_emb_height=4, pos_emb_width=4, pos_emb_time=4,
+    )  # fmt: skip
+    kinds = {"num_layers": 2, "attention": ("kda", "mla"), "mlp": ("dense", "moe")}
+    cfg = tiny_k3(
+        **kinds, vocab_size=len(RANKS) + 256, vision=vision, initializer_range=0.3, bos_id=IDS["[BOS]"][0],
+        eos_ids=(IDS["<|end_of_msg|>"][0],), pad_id=IDS["[PAD]"][0], media_id=IDS["<|media_pad|>"][0],
+    )  # fmt: skip
+    model = filled(cfg)
+    tm.save(folder, tm.quantize_experts(model) if packed else model)
+    write_tiktoken(folder, RANKS, IDS, bos="[BOS]", eos="[EOS]", pad="[PAD]", unk="[UNK]")
+    return folder
 
 
 def filled(cfg, seed=0, **kwargs) -> Model:

@@ -1,8 +1,10 @@
-"""`trillion-moe`: one verb per job. Errors go to standard error in one message, the exit code is then 1 (2: usage)."""
+"""`trillion-moe`: one verb per job. Errors go to standard error in one message, the exit code is then 1
+(2: usage, 130: interrupted, 141: nobody reads the output any more)."""
 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -20,17 +22,44 @@ from trillion_moe.weights import parameters
 
 ERRORS = (
     *(api.ConfigError, api.CheckpointError, api.InputError, ChatError, ImageError, TokenizerError),
-    *(OSError, EOFError, UnicodeDecodeError, FloatingPointError),
+    *(OSError, EOFError, UnicodeError, FloatingPointError),
 )
+INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE has ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
+        code = _run(args)
+        sys.stdout.flush()  # here, where a closed pipe can still be caught
+        return code
+    except BrokenPipeError:  # whoever reads has had enough, as `head` does
+        _give_up_output()
+        return PIPE_CLOSED
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
         return args.run(args)
+    except BrokenPipeError:
+        raise
     except ERRORS as error:
         print(f"trillion-moe {args.verb}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def _give_up_output() -> None:
+    """What nobody reads goes nowhere from here on, so that the interpreter has nothing to say at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:

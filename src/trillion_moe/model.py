@@ -325,11 +325,22 @@ def next_token_targets(model: Model, batch: Mapping[str, Any]) -> tuple[jax.Arra
 
 
 def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Mean next-token cross-entropy over the counted targets, float32, and metrics.
+    """Mean next-token cross-entropy over the counted targets, float32, and metrics; see `loss_sum`.
+
+    metrics: as there, with ``accuracy`` in place of ``correct``.
+    """
+    total, metrics = loss_sum(model, batch, remat=remat)
+    correct = metrics.pop("correct")
+    return total / metrics["tokens"], metrics | {"accuracy": correct / metrics["tokens"]}
+
+
+def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Sum of the next-token cross-entropies of the counted targets, float32, and sums that add up over batches.
 
     batch: ``tokens`` int32 [B, T]; optional ``segments`` int32 [B, T], ``loss_mask`` bool [B, T], ``images`` ImageBatch
-    (placeholders expanded). metrics: ``tokens`` (targets counted, int32), ``accuracy``, ``expert_counts`` int32
-    [MoE layers, E]. remat: recompute layers in the backward pass instead of keeping their intermediates.
+    (placeholders expanded). metrics: ``tokens`` (targets counted, int32), ``correct`` (those that were the argmax),
+    ``expert_counts`` int32 [MoE layers, E]. remat: recompute layers in the backward pass instead of keeping their
+    intermediates.
     """
     rows = Compaction.of(batch.get("segments"))
     by_token = {k: batch[k] for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
@@ -339,10 +350,9 @@ def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple
     x_BTD = embed(model, batch["tokens"], features, batch.get("segments"))
     hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
     total, correct = cross_entropy(model, hidden_BTD, targets_BT, counted_BT)
-    count = jnp.sum(counted_BT, dtype=jnp.int32)
     counts = [layer["expert_counts"] for layer in aux if "expert_counts" in layer]
-    metrics = {"tokens": count, "accuracy": correct / count}
-    return total / count, metrics | ({"expert_counts": jnp.stack(counts)} if counts else {})
+    metrics = {"tokens": jnp.sum(counted_BT, dtype=jnp.int32), "correct": correct}
+    return total, metrics | ({"expert_counts": jnp.stack(counts)} if counts else {})
 
 
 def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax.Array, jax.Array]:

@@ -1,35 +1,41 @@
-"""Real digits through every part of a tiny Kimi K3: train, pack to 4 bits, save, load, generate, adapt.
+"""Real digits through every part of a tiny Kimi K3: train, pack to 4 bits, save, load, ask, adapt.
 
     python -m trillion_moe.quickstart [--output runs/quickstart] [--seed 0]
 
-scikit-learn's 1,797 handwritten digits (8 x 8 pixels) become patches for the vision tower; the model answers "which
-digit?" in letters. It is saved in Kimi K3's Hugging Face layout with MXFP4 experts, and that folder is loaded again;
-two adapters then learn, over the packed experts, to answer in German. Prints a table, writes quickstart.png beside
-the checkpoint, and exits with 1 if an accuracy falls short.
+scikit-learn's 1,797 handwritten digits (8 x 8 pixels) become pictures in a chat: "Which digit?", and the model answers
+with a word. It is saved in Kimi K3's Hugging Face layout with MXFP4 experts and a tokenizer of its own, and that folder
+is loaded again; two adapters then learn, over the packed experts, to answer in German. Prints a table, writes
+quickstart.png and one digit.png to ask about beside the checkpoint, and exits with 1 if an accuracy falls short.
 """
 
 import argparse
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+import PIL.Image
 
 import trillion_moe as tm
 from trillion_moe.blueprint import init
-from trillion_moe.configs.quickstart import ASK, BOS, EOS, LETTERS, MEDIA, PAD, config
+from trillion_moe.configs.quickstart import CONTROL, ENGLISH, GERMAN, QUESTION, TOKENS, config
+from trillion_moe.data.chat import encode_each
+from trillion_moe.data.images import preprocess_all
+from trillion_moe.data.processor import Processor
+from trillion_moe.data.tiktoken_model import write_tiktoken
 from trillion_moe.model import depth_plan
 from trillion_moe.steps import train_step
 
-ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-GERMAN = ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"]
 BATCH, NEEDED_BASE, NEEDED_ADAPTER = 64, 0.90, 0.85
+LONGEST = 48  # tokens of a question with its answer
+AT_ONCE = tm.ChatOptions(thinking=False)
 
 
 @dataclass(frozen=True)
@@ -45,32 +51,51 @@ class Digits:
     def __getitem__(self, rows) -> "Digits":
         return Digits(self.pixels[rows], self.labels[rows])
 
-    def images(self) -> tm.ImageBatch:
-        """Each pixel 3 x 3 times in a margin of 2: 28 x 28 gray in -1..1, in 2 x 2 patches of three equal channels."""
-        big = np.kron(self.pixels / 8 - 1, np.ones((3, 3)))
-        big = np.pad(big, ((0, 0), (2, 2), (2, 2)), constant_values=-1).astype(np.float32)
-        patches = big.reshape(-1, 2, 14, 2, 14).swapaxes(2, 3).reshape(-1, 1, 14, 14)
-        return tm.ImageBatch(np.repeat(patches, 3, axis=1), ((1, 2, 2),) * len(self))
+    @cached_property
+    def pictures(self) -> list[PIL.Image.Image]:
+        """28 x 28 gray: every pixel 3 x 3 times, in a margin of 2."""
+        big = np.kron(self.pixels * (255 / 16), np.ones((3, 3)))
+        return [PIL.Image.fromarray(one) for one in np.pad(big, ((0, 0), (2, 2), (2, 2))).astype(np.uint8)]
 
-    def batch(self, words: list[str]) -> dict:
-        """Prompts with their answers, only the answers supervised."""
-        rows = [[*PROMPT, *spell(words[label])] for label in self.labels]
-        width = max(map(len, GERMAN + ENGLISH)) + 1 + len(PROMPT)
-        tokens = np.array([row + [PAD] * (width - len(row)) for row in rows], np.int32)
-        segments = np.array([[1] * len(row) + [0] * (width - len(row)) for row in rows], np.int32)
-        mask = np.broadcast_to(np.arange(width) >= len(PROMPT), tokens.shape)
-        return {"tokens": tokens, "segments": segments, "loss_mask": mask, "images": self.images()}
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        return [
+            [{"role": "user", "content": [{"type": "image", "image": one}, {"type": "text", "text": QUESTION}]}]
+            for one in self.pictures
+        ]
 
 
-PROMPT = [BOS, MEDIA, ASK]  # one token an image: 2 x 2 patches, merged
+@dataclass(frozen=True)
+class Lessons:
+    """Conversations with answers. tokens, segments, mask [10, T]: by digit, the mask true where the model speaks;
+    patches [N, 4, 3, 14, 14], labels [N]: by picture."""
 
+    tokens: np.ndarray
+    segments: np.ndarray
+    mask: np.ndarray
+    patches: np.ndarray
+    labels: np.ndarray
 
-def spell(word: str) -> list[int]:
-    return [*(5 + LETTERS.index(letter) for letter in word), EOS]
+    @classmethod
+    def of(cls, data: Digits, words: Sequence[str], processor: Processor) -> "Lessons":
+        asked = data[:1].conversations()[0]
+        options = tm.ChatOptions(thinking=False, add_generation_prompt=False)
+        tokens, segments, mask = np.zeros((3, len(words), LONGEST), np.int32)
+        for row, word in enumerate(words):
+            answered = [*asked, {"role": "assistant", "content": word}]
+            parts = processor.format.render(answered, options, [data.pictures[0].size])
+            ids = encode_each(parts, processor.tokenizer)
+            length = sum(map(len, ids))
+            tokens[row, :length], segments[row, :length] = np.concatenate(ids), 1
+            mask[row, :length] = np.repeat([part.generated for part in parts], list(map(len, ids)))
+        patches = preprocess_all(data.pictures).patches
+        return cls(tokens, segments, mask, patches.reshape(len(data), -1, *patches.shape[1:]), data.labels)
 
-
-def unspell(ids: tuple[int, ...]) -> str:
-    return "".join(LETTERS[i - 5] if 5 <= i < 5 + len(LETTERS) else "?" for i in ids if i != EOS)
+    def batch(self, rows: np.ndarray) -> dict[str, Any]:
+        patches = self.patches[rows]
+        images = tm.ImageBatch(patches.reshape(-1, *patches.shape[2:]), ((1, 2, 2),) * len(rows))
+        labels = self.labels[rows]
+        by_digit = {"tokens": self.tokens, "segments": self.segments, "loss_mask": self.mask}
+        return {name: rows[labels] for name, rows in by_digit.items()} | {"images": images}
 
 
 def digits() -> tuple[Digits, Digits]:
@@ -83,7 +108,7 @@ def digits() -> tuple[Digits, Digits]:
     return everything[:1437], everything[1437:]
 
 
-def train(model, trainable, data: Digits, words: list[str], *, steps: int, rate: float, seed: int):
+def train(model, trainable, lessons: Lessons, *, steps: int, rate: float, seed: int):
     """AdamW with warm-up and cosine decay over shuffled batches -> model, losses."""
     trained, frozen = tm.partition(model, trainable=trainable)
     optimizer = optax.adamw(
@@ -94,17 +119,18 @@ def train(model, trainable, data: Digits, words: list[str], *, steps: int, rate:
     step = jax.jit(partial(train_step, optimizer, remat=False), donate_argnums=(0, 2))
     random = np.random.default_rng(seed)
     for _ in range(steps):
-        batch = data[random.choice(len(data), BATCH, replace=False)].batch(words)
+        batch = lessons.batch(random.choice(len(lessons.labels), BATCH, replace=False))
         trained, state, metrics = step(trained, frozen, state, batch)
         losses.append(metrics["loss"])
     return tm.combine(trained, frozen), np.array(losses)
 
 
-def answers(model, data: Digits) -> list[str]:
-    return [unspell(c.ids) for c in tm.generate(model, [PROMPT] * len(data), images=data.images(), max_new_tokens=8)]
+def answers(model, processor: Processor, data: Digits) -> list[str]:
+    done = tm.generate(model, data.conversations(), tokenizer=processor, chat=AT_ONCE, max_new_tokens=16)
+    return [completion.text or "" for completion in done]
 
 
-def accuracy(given: list[str], data: Digits, words: list[str]) -> float:
+def accuracy(given: list[str], data: Digits, words: Sequence[str]) -> float:
     return float(np.mean([answer == words[label] for answer, label in zip(given, data.labels, strict=True)]))
 
 
@@ -126,7 +152,7 @@ def main() -> int:
     seen, held_out = digits()
     rows, curves = [], {}
 
-    def report(name: str, given: list[str], words: list[str], needed: float, seconds: float) -> None:
+    def report(name: str, given: list[str], words: Sequence[str], needed: float, seconds: float) -> None:
         rows.append((name, accuracy(given, held_out, words), needed, seconds))
         print(
             f"{name:40} {rows[-1][1]:7.1%} of {len(held_out)} held-out digits (needed {needed:.0%})  {seconds:5.1f} s",
@@ -135,25 +161,32 @@ def main() -> int:
 
     start = time.perf_counter()
     model = init(tm.Model(config(), plan=depth_plan(config(), scan=True)), jax.random.key(args.seed))
-    model, curves["base"] = train(model, "all", seen, ENGLISH, steps=200, rate=4e-3, seed=args.seed)
+    write_tiktoken(args.output / "tokenizer", TOKENS, CONTROL, bos="[BOS]", eos="[EOS]", pad="[PAD]", unk="[UNK]")
+    processor = tm.load_processor(args.output / "tokenizer", config())
+    model, curves["base"] = train(
+        model, "all", Lessons.of(seen, ENGLISH, processor), steps=180, rate=4e-3, seed=args.seed
+    )
     tm.save(folder, tm.quantize_experts(model))
-    packed = tm.load(folder, scan=True)
-    given = answers(packed, held_out)
+    shutil.copytree(args.output / "tokenizer", folder, dirs_exist_ok=True)
+    packed, processor = tm.load(folder, scan=True), tm.load_processor(folder, config())
+    given = answers(packed, processor, held_out)
     report("base, saved and loaded with MXFP4 experts", given, ENGLISH, NEEDED_BASE, time.perf_counter() - start)
     print(f"  routed experts: {expert_bytes(model):,} bytes in float32, {expert_bytes(packed):,} packed")
 
+    german = Lessons.of(seen, GERMAN, processor)
     experts = tm.LoRAConfig(targets=("routed_experts",), routed="independent", rank=16, alpha=32.0)
-    for what, lora, steps in (("default targets", tm.LoRAConfig(), 100), ("routed experts only", experts, 200)):
+    for what, lora, steps in (("default targets", tm.LoRAConfig(), 80), ("routed experts only", experts, 150)):
         name = f"LoRA to German, {what}"
         start = time.perf_counter()
         adapted = tm.add_lora(packed, lora, jax.random.key(args.seed + 1))
-        adapted, curves[name] = train(adapted, "lora", seen, GERMAN, steps=steps, rate=1e-2, seed=args.seed + 1)
-        german = answers(adapted, held_out)
-        report(name, german, GERMAN, NEEDED_ADAPTER, time.perf_counter() - start)
-        if answers(tm.remove_lora(adapted), held_out) != given:
+        adapted, curves[name] = train(adapted, "lora", german, steps=steps, rate=1e-2, seed=args.seed + 1)
+        in_german = answers(adapted, processor, held_out)
+        report(name, in_german, GERMAN, NEEDED_ADAPTER, time.perf_counter() - start)
+        if answers(tm.remove_lora(adapted), processor, held_out) != given:
             raise RuntimeError("without its adapter the model no longer answers as its base")
 
-    picture(args.output / "quickstart.png", rows, curves, held_out, given, german)
+    held_out.pictures[0].save(args.output / "digit.png")
+    picture(args.output / "quickstart.png", rows, curves, held_out, given, in_german)
     print(f"checkpoint and picture in {args.output}, {time.perf_counter() - began:.0f} s in all")
     short = [name for name, reached, needed, _ in rows if reached < needed]
     if short:

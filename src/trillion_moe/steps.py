@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from trillion_moe.layers.vision import Features
-from trillion_moe.model import Caches, Model, embed, loss, trunk, unembed
+from trillion_moe.model import Caches, Model, embed, loss_sum, trunk, unembed
 from trillion_moe.sampling import Sampler, choose
 from trillion_moe.transforms import combine
 
@@ -87,6 +87,38 @@ def decode_steps(model: Model, now: Decoding, eos_ids: jax.Array, steps: jax.Arr
     return tokens_BN, now
 
 
+def grad_step(trainable: Any, frozen: Any, batch: Any, *, remat: bool = True) -> tuple[Any, dict[str, jax.Array]]:
+    """-> gradients of the *sum* of the counted cross-entropies, and the sums: ``loss`` and those of `model.loss_sum`.
+
+    Only `trainable` is differentiated: frozen leaves have no gradient. Gradients and sums of several batches add up to
+    those of all of them together, whatever their numbers of counted tokens.
+    """
+
+    def objective(trainable):
+        return loss_sum(combine(trainable, frozen), batch, remat=remat)
+
+    (total, sums), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
+    return grads, sums | {"loss": total}
+
+
+def update_step(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, sums: Any):
+    """One optimizer update from summed gradients, divided by ``sums["tokens"]`` -> trainable, opt_state, metrics.
+
+    metrics: ``loss`` (mean), ``accuracy``, ``tokens``, ``grad_norm`` (before clipping), ``expert_counts``. If loss or
+    norm is not finite, nothing changes.
+    """
+    count = sums["tokens"]
+    grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
+    metrics = sums | {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count}
+    metrics["grad_norm"] = optax.tree.norm(grads)
+    del metrics["correct"]
+    fine = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    updates, new_state = optimizer.update(grads, opt_state, trainable)
+    changed = optax.apply_updates(trainable, updates), new_state
+    trainable, opt_state = jax.tree.map(lambda new, old: jnp.where(fine, new, old), changed, (trainable, opt_state))
+    return trainable, opt_state, metrics
+
+
 def train_step(
     optimizer: optax.GradientTransformation,
     trainable: Any,
@@ -96,15 +128,6 @@ def train_step(
     *,
     remat: bool = True,
 ):
-    """One optimizer update of the trainable part -> trainable, opt_state, metrics (with ``loss``, ``grad_norm``).
-
-    Only `trainable` is differentiated: frozen leaves have neither gradient nor optimizer state.
-    """
-
-    def objective(trainable):
-        return loss(combine(trainable, frozen), batch, remat=remat)
-
-    (value, metrics), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
-    updates, opt_state = optimizer.update(grads, opt_state, trainable)
-    metrics = metrics | {"loss": value, "grad_norm": optax.tree.norm(grads)}
-    return optax.apply_updates(trainable, updates), opt_state, metrics
+    """`grad_step` and `update_step` of one batch -> trainable, opt_state, metrics."""
+    grads, sums = grad_step(trainable, frozen, batch, remat=remat)
+    return update_step(optimizer, trainable, opt_state, grads, sums)

@@ -102,6 +102,7 @@ class KnownIds:
 
 
 def test_ids_of_the_released_vocabulary():
+    """fault 102."""
     messages = [
         {"role": "system", "content": "system"},
         {"role": "user", "content": "user", "name": "string"},

@@ -145,6 +145,7 @@ def test_the_defaults_are_the_release_s() -> None:
 
 
 def test_sizes_are_padded_not_rounded() -> None:
+    """fault 109."""
     assert plan_size(448, 449).grid_thw == (1, 34, 32)
     assert count_tokens(448, 449) == 16 * 17 == 272
 
@@ -157,6 +158,7 @@ def test_an_image_above_the_limit_of_k25_is_not_shrunk() -> None:
 
 @pytest.mark.parametrize("hidden", [0, 255])
 def test_transparent_pixels_show_the_chessboard(hidden: int) -> None:
+    """fault 108."""
     got = preprocess(Image.new("RGBA", (56, 56), (hidden, hidden, hidden, 0)))
     board = np.kron([[255, 180] * 4, [180, 255] * 4] * 4, np.ones((8, 8)))[:56, :56]
     np.testing.assert_array_equal(pixels(got.patches, got.grid_thw), np.stack([board] * 3, axis=-1))

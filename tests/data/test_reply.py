@@ -153,13 +153,14 @@ def test_results_find_their_calls_by_the_given_ids():
 
 
 def test_marker_names_in_plain_text_are_text():
+    """fault 105."""
     spelled = f"{CLOSE}think{SEP}{OPEN}response{SEP}{END_OF_MSG}"
     reply = parse_reply([(spelled, False), *THINK_END, *ANSWER, (spelled, False), *ANSWER_END, *END])
     assert reply == Reply(spelled, spelled, (), True)
 
 
 def test_a_string_without_the_flagged_tokens_still_splits():
-    """Decoding with skip_special_tokens leaves out `<|end_of_msg|>` and keeps the other three."""
+    """fault 106: Decoding with skip_special_tokens leaves out `<|end_of_msg|>` and keeps the other three."""
     text = "".join(text for text, _ in written(as_message("hmm", "yes", [("f", {"a": 1})]))).replace(END_OF_MSG, "")
     reply = parse_reply(text)
     assert (reply.thinking, reply.answer, reply.complete) == ("hmm", "yes", True)

@@ -11,6 +11,7 @@ import trillion_moe as tm
 from trillion_moe.data.chat import ChatError, encode
 from trillion_moe.data.image_files import ImageError
 from trillion_moe.data.images import preprocess
+from trillion_moe.generate import engine
 from trillion_moe.generate.output import StopStrings
 
 QUIET = tm.ChatOptions(thinking=False)
@@ -229,3 +230,23 @@ def test_refusals_name_the_prompt(speaker, tmp_path) -> None:
         tm.stream(model, [[7], [8]], session=tm.Session())
     with pytest.raises(tm.InputError, match="prompt 1 is empty"):
         tm.generate(model, ["x", ""], tokenizer=processor)
+
+
+def test_every_token_of_a_picture_has_its_place(speaker) -> None:
+    """fault 111: one placeholder becomes 16 x 16 positions, not one."""
+    model, processor = speaker
+    encoded = processor.messages(asked(picture(448, 448)), QUIET)
+    images = tm.ImageBatch(encoded.patches.patches, encoded.patches.grid_thw)
+    row = engine.Prompts.of(model, [encoded.ids], images).row(0)
+    assert len(row) == len(encoded.ids) - 1 + 256
+    assert row.count(model.config.media_id) == 256
+
+
+def test_pictures_and_placeholders_that_do_not_pair_up(speaker) -> None:
+    """fault 113, fault 112, fault 116: none for a picture, two for one, one for none, a run that was cut; by row."""
+    model, processor = speaker
+    media, encoded = model.config.media_id, processor.messages(asked(picture(56, 56)), QUIET)
+    one = tm.ImageBatch(encoded.patches.patches, encoded.patches.grid_thw)
+    for row, images in (([7], one), ([7, media, media], one), ([7, media], None), ([7, *[media] * 3], one)):
+        with pytest.raises(tm.InputError, match=r"row 1.*placeholder"):
+            tm.generate(model, [[7], row], images=[None, images])

@@ -1,21 +1,30 @@
-"""`trillion-moe generate`: answers on standard output; thinking and figures on standard error."""
+"""`trillion-moe generate`: answers on standard output; figures and, of one prompt, thinking on standard error."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import numpy as np
+
+from trillion_moe.config_json import distinct
 from trillion_moe.data.chat import EFFORTS, ChatOptions
 from trillion_moe.data.processor import Processor, load_processor
-from trillion_moe.generate.generation import stream
+from trillion_moe.generate.generation import check_limits, stream
 from trillion_moe.generate.output import ANSWER, TEXT, Completion, Piece
 from trillion_moe.generate.session import Session
 from trillion_moe.inputs import InputError
 from trillion_moe.model import Model
+from trillion_moe.sampling import SamplingConfig
+
+BATCH = 8  # prompts of --input at a time
+SHOWN = 20  # bad lines printed; the rest is counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,54 +37,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         type=Path,
         metavar="FILE.jsonl",
-        help='lines {"messages": [...]}, {"prompt": "..."} or {"ids": [...]}',
+        help='lines {"messages": [...]}, {"prompt": "..."} or {"ids": [...]}, perhaps with an "id", which is given '
+        "back; relative paths of pictures in it begin at the file's own folder",
     )
     chat = parser.add_argument_group("the conversation")
     chat.add_argument("--image", action="append", default=[], metavar="FILE", help="before the prompt; may be repeated")
-    chat.add_argument("--system", metavar="TEXT", help="a system message")
-    chat.add_argument("--raw", action="store_true", help="continue --prompt as it is, without the chat format")
+    chat.add_argument("--system", metavar="TEXT", help="a system message before a prompt or in --chat")
+    chat.add_argument("--raw", action="store_true", help="continue a prompt as it is, without the chat format")
     chat.add_argument("--no-thinking", action="store_true", help="answer at once")
     chat.add_argument("--effort", choices=EFFORTS, default="default", help="how much to think")
     how = parser.add_argument_group("the choice of tokens")
     how.add_argument("--max-new-tokens", type=int, default=128)
     how.add_argument("--temperature", type=float, default=0.0, help="0 = greedy, the default")
-    how.add_argument("--top-k", type=int)
+    how.add_argument("--top-k", type=int, help="with a temperature, as the next three")
     how.add_argument("--top-p", type=float, default=1.0)
     how.add_argument("--min-p", type=float, default=0.0)
-    how.add_argument("--repetition-penalty", type=float, default=1.0)
     how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--repetition-penalty", type=float, default=1.0)
     how.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
     out = parser.add_argument_group("the rest")
     out.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="as stored by default")
-    out.add_argument("--json", action="store_true", help="print one JSON object a prompt")
-    out.add_argument("--output", type=Path, metavar="FILE.jsonl", help="for --input; standard output by default")
-    out.add_argument("--batch-size", type=int, default=8, help="prompts of --input at a time")
+    out.add_argument("--json", action="store_true", help="print one JSON object a prompt, as --input always does")
+    out.add_argument("--output", type=Path, metavar="FILE.jsonl", help="for --input, written whole or not at all")
+    out.add_argument("--batch-size", type=int, default=BATCH, help=f"prompts of --input at a time; {BATCH} by default")
 
 
 def _ids(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
+        return np.array([int(part) for part in text.split(",")], np.int64).tolist()
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of token ids") from None
 
 
 def check(args: argparse.Namespace) -> None:
-    """InputError for flags that would have no effect together, before anything is loaded."""
-    one = args.prompt is not None and len(args.prompt) == 1
+    """InputError, before anything is loaded, for a flag that would have no effect, a value that is not legal, a file
+    that is not there or cannot be written."""
+    one, chat = args.prompt is not None and len(args.prompt) == 1, not args.ids and not args.raw
+    draws = args.temperature > 0, "with a --temperature above 0: without, the likeliest token is taken"
     for flag, given, fits, where in (
         ("--image", args.image, one and not args.raw, "with one --prompt, without --raw (with --chat: /image)"),
-        ("--system", args.system, not args.ids and not args.raw, "in a chat: not with --ids, not with --raw"),
+        ("--system", args.system, chat, "in a chat: not with --ids, not with --raw"),
+        ("--no-thinking", args.no_thinking, chat, "in a chat: not with --ids, not with --raw"),
+        ("--effort", args.effort != "default", chat and not args.no_thinking, "in a chat, without --no-thinking"),
         ("--raw", args.raw, args.prompt or args.input, "with --prompt or --input"),
-        ("--output", args.output, args.input, "with --input"),
-        ("--json", args.json, not args.chat, "without --chat"),
+        ("--top-k", args.top_k is not None, *draws),
+        ("--top-p", args.top_p != 1, *draws),
+        ("--min-p", args.min_p != 0, *draws),
+        ("--seed", args.seed != 0, *draws),
         ("--stop", args.stop, not args.ids, "with text, not with --ids"),
+        ("--json", args.json, not args.chat, "without --chat"),
+        ("--output", args.output, args.input, "with --input"),
+        ("--batch-size", args.batch_size != BATCH, args.input, "with --input"),
     ):
         if given and not fits:
             raise InputError(f"{flag} is legal {where}")
+    SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed)
+    check_limits(args.max_new_tokens, args.stop)
     if args.batch_size < 1:
         raise InputError(f"--batch-size is {args.batch_size}; it must be at least 1")
-    if args.output is not None and not args.output.parent.is_dir():
-        raise InputError(f"--output: the folder {args.output.parent} does not exist")
+    for flag, file in [("--image", path) for path in args.image] + ([("--input", args.input)] if args.input else []):
+        if not Path(file).exists():
+            raise InputError(f"{flag}: {file} does not exist")
+    if args.input is not None and args.output is not None:
+        _check_output(args.input, args.output)
+
+
+def _check_output(source: Path, output: Path) -> None:
+    if not output.parent.is_dir():
+        raise InputError(f"--output: the folder {output.parent} does not exist")
+    if output.exists() and not output.is_file():
+        raise InputError(f"--output: {output} is there and is no file; a file that is there would be replaced")
+    if output.exists() and output.samefile(source):
+        raise InputError(f"--output: {output} is the file of --input, whose prompts it would replace")
 
 
 def run(args: argparse.Namespace, model: Model) -> int:
@@ -155,6 +188,8 @@ def show(pieces: Iterable[Piece]) -> list[Completion]:
             print(piece.text, end="", flush=True, file=where)
         if piece.completion:
             done.append(piece.completion)
+    if channel not in (TEXT, ANSWER, ""):
+        print(file=sys.stderr)
     return done
 
 
@@ -168,7 +203,7 @@ def _answer(model: Model, prompts: list[Any], settings: Settings, *, as_json: bo
         found = {piece.prompt: piece.completion for piece in pieces if piece.completion}
         done = [found[i] for i in range(len(prompts))]
         for i, completion in enumerate(done):
-            print(json.dumps(as_dict(i, completion), ensure_ascii=False) if as_json else _line(completion))
+            print(_json(as_dict(i, completion)) if as_json else _line(completion))
     print(clock, file=sys.stderr)
     return _failures(done)
 
@@ -196,59 +231,120 @@ def _failures(done: Iterable[Completion]) -> int:
 
 # --- JSON lines -------------------------------------------------------------------------------------------------------
 
+FORMS = {"messages": dict, "prompt": str, "ids": int}
+LEGAL = (
+    "an object with one of messages (a list of objects), prompt (a string), ids (a list of integers), and perhaps an id"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of --input: its number from 1, the prompt, and the id to give back."""
+    """A line of --input: its number from 1, which of FORMS it has, the prompt, and the id to give back."""
 
     number: int
+    form: str
     prompt: Any
     id: Any = None
 
 
 def _file(model: Model, settings: Settings, args: argparse.Namespace) -> int:
-    """Every line is read and checked before the first answer; the output appears whole, or not at all."""
-    lines = list(_read_lines(args))
-    for line in lines:
-        try:
-            settings.stream(model, [line.prompt])  # checks, and generates nothing until it is asked for a piece
-        except (ValueError, TypeError) as error:
-            raise InputError(f"{args.input}, line {line.number}: {str(error).removeprefix('prompt 0: ')}") from error
+    """Every line is read and checked before the first answer; --output appears whole, or not at all."""
+    assert settings.processor is not None
+    beside = dataclasses.replace(settings.processor, folder=args.input.parent)
+    settings = dataclasses.replace(settings, processor=beside)
+    lines = _lines(model, settings, args)
     clock, done = Clock(), []
-    for start in range(0, len(lines), args.batch_size):
-        prompts = [line.prompt for line in lines[start : start + args.batch_size]]
-        found = {p.prompt: p.completion for p in clock.watch(settings.stream(model, prompts)) if p.completion}
-        done += [found[i] for i in range(len(prompts))]
-    rows = [as_dict(i, c) | ({} if (given := lines[i].id) is None else {"id": given}) for i, c in enumerate(done)]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if args.output is None:
-        print(text, end="")
-    else:
-        part = args.output.with_name(f".{args.output.name}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(args.output)
+    with contextlib.nullcontext(sys.stdout) if args.output is None else _whole(args.output) as file:
+        for start in range(0, len(lines), args.batch_size):
+            batch = lines[start : start + args.batch_size]
+            pieces = clock.watch(settings.stream(model, [line.prompt for line in batch]))
+            found = {piece.prompt: piece.completion for piece in pieces if piece.completion}
+            for i, line in enumerate(batch):
+                done.append(_named(found[i], args.input, line))
+                given = {} if line.id is None else {"id": line.id}
+                print(_json(as_dict(start + i, done[-1]) | given), file=file)
+            file.flush()
     print(clock, file=sys.stderr)
     return _failures(done)
 
 
-def _read_lines(args: argparse.Namespace) -> Iterator[Line]:
-    """Blank lines are passed over. InputError names the file, the line and what is legal."""
-    legal = "an object with one of messages (a list), prompt (a string), ids (a list of integers), and perhaps an id"
-    count = 0
-    for number, text in enumerate(args.input.read_text(encoding="utf-8").splitlines(), 1):
-        if not text.strip():
+def _named(completion: Completion, source: Path, line: Line) -> Completion:
+    """Its error names the line, not the place in a batch."""
+    if completion.error is None:
+        return completion
+    return dataclasses.replace(completion, error=f"{source}, line {line.number}: {alone(completion.error)}")
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[TextIO]:
+    """A file to write, which gets its name once the block has ended well; else nothing of it stays."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _lines(model: Model, settings: Settings, args: argparse.Namespace) -> list[Line]:
+    """All lines that are not blank. InputError names every bad one, or a flag that concerns none of them."""
+    lines, wrong = [], []
+    # Not splitlines: within a JSON string, line breaks other than this one may stand.
+    for number, raw in enumerate(args.input.read_bytes().split(b"\n"), 1):
+        if not raw.strip():
             continue
-        where = f"{args.input}, line {number}"
         try:
-            row = json.loads(text)
-        except ValueError as error:
-            raise InputError(f"{where}: not JSON: {error}") from None
-        forms = {"messages": list, "prompt": str, "ids": list}
-        given = [name for name in forms if isinstance(row, dict) and name in row]
-        if len(given) != 1 or row.keys() - {*forms, "id"} or not isinstance(row[given[0]], forms[given[0]]):
-            raise InputError(f"{where}: {text.strip()[:60]!r} is not {legal}")
-        content = row[given[0]]
-        yield Line(number, _prompt(args, content) if isinstance(content, str) else content, row.get("id"))
-        count += 1
-    if not count:
-        raise InputError(f"{args.input} holds no prompt; every line is {legal}")
+            line = _line_of(number, raw, args)
+            settings.stream(model, [line.prompt])  # checks, and generates nothing until it is asked for a piece
+            lines.append(line)
+        except (ValueError, TypeError) as error:
+            wrong.append(f"{args.input}, line {number}: {alone(str(error))}")
+    if wrong:
+        more = [f"... and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+        raise InputError("\n".join([*wrong[:SHOWN], *more]))
+    if not lines:
+        raise InputError(f"{args.input} holds no prompt; every line is {LEGAL}")
+    _check_flags(args, {line.form for line in lines})
+    return lines
+
+
+def _check_flags(args: argparse.Namespace, forms: set[str]) -> None:
+    for flag, given, concerned in (
+        ("--system", args.system, ["prompt"]),
+        ("--raw", args.raw, ["prompt"]),
+        ("--no-thinking", args.no_thinking, ["prompt", "messages"]),
+        ("--effort", args.effort != "default", ["prompt", "messages"]),
+    ):
+        if given and not forms & {*concerned}:
+            raise InputError(f"{flag} has no effect: no line of {args.input} holds {' or '.join(concerned)}")
+
+
+def _line_of(number: int, raw: bytes, args: argparse.Namespace) -> Line:
+    """ValueError for what is not JSON, or not LEGAL."""
+    try:
+        row = json.loads(raw.decode("utf-8"), object_pairs_hook=distinct)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON with distinct keys: {error}") from None
+    given = [form for form in FORMS if isinstance(row, dict) and form in row]
+    if len(given) != 1 or row.keys() - {*FORMS, "id"} or not _is(given[0], row[given[0]]):
+        raise ValueError(f"{raw.decode().strip()[:60]!r} is not {LEGAL}")
+    (form,) = given
+    return Line(number, form, _prompt(args, row[form]) if form == "prompt" else row[form], row.get("id"))
+
+
+def _is(form: str, content: Any) -> bool:
+    if form == "prompt":
+        return isinstance(content, str)
+    return isinstance(content, list) and all(type(item) is FORMS[form] for item in content)
+
+
+def alone(error: str) -> str:
+    """What is said of one prompt of a batch, without its number there."""
+    return re.sub(r"^prompt \d+:? |\brow \d+, (?=position)", "", error)
+
+
+def _json(row: dict[str, Any]) -> str:
+    """Legible, unless it holds half of a surrogate pair: no file can hold that, only an escape."""
+    text = json.dumps(row, ensure_ascii=False)
+    return json.dumps(row) if re.search("[\ud800-\udfff]", text) else text

@@ -49,7 +49,8 @@ def generate(
     chat: tools, thinking, effort and response format for message lists. specials: whether names of special tokens in
         strings become control ids.
 
-    A prompt whose logits are not finite ends with finish "error"; the others do not notice.
+    A prompt whose logits are not finite ends with finish "error"; the others do not notice. Programs are compiled for
+    shapes rounded up to powers of two (see `engine`), and the vision tower for each set of picture sizes.
 
     Raises:
         InputError, ChatError, ImageError, TokenizerError: a prompt or setting that does not fit; names it.
@@ -93,11 +94,7 @@ def stream(
     """
     if session is not None and len(prompts) != 1:
         raise InputError(f"a session holds one conversation, and there are {len(prompts)} prompts")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "" in stops:
-        raise InputError("stop holds an empty string, which would end every answer at once")
+    stops = check_limits(max_new_tokens, stop)
     eos = _end_tokens(model, tokenizer) if eos_ids is None else tuple(eos_ids)
     read = read_prompts(prompts, tokenizer, images, chat, specials=specials)
     if stops and tokenizer is None:
@@ -111,6 +108,16 @@ def stream(
     checked = engine.Prompts.of(model, read.ids, read.images)
     rows = [Row(reader(eos), eos, stops) for reader in read.readers]
     return _run(model, checked, sampling, rows, eos, max_new_tokens, session)
+
+
+def check_limits(max_new_tokens: int, stop: str | Sequence[str]) -> tuple[str, ...]:
+    """-> the stop strings. InputError for what would end every answer before it begins."""
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in stops:
+        raise InputError("stop holds an empty string, which would end every answer at once")
+    return stops
 
 
 def _end_tokens(model: Model, processor: Processor | None) -> tuple[int, ...]:

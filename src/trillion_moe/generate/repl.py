@@ -1,12 +1,15 @@
 """Talking to a model line by line in a terminal."""
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
 
 from trillion_moe.data.chat import ChatError
 from trillion_moe.data.image_files import ImageError, open_image
-from trillion_moe.generate.command import Clock, Settings, show
+from trillion_moe.data.processor import Processor
+from trillion_moe.data.tokenizer import TokenizerError
+from trillion_moe.generate.command import Clock, Settings, alone, show
 from trillion_moe.generate.session import Session
 from trillion_moe.inputs import InputError
 from trillion_moe.model import Model
@@ -18,16 +21,10 @@ def converse(model: Model, settings: Settings, system: str | None) -> int:
     """Answers each line of standard input until it ends. A line that cannot be answered is said, and forgotten."""
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages, pictures, session = list(start), [], Session()
+    if _in_terminal():
+        _edit_lines()
     print(HELP, file=sys.stderr)
-    while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            print(file=sys.stderr)
-            return 0
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            continue
+    while (line := _read()) is not None:
         command, _, argument = line.partition(" ")
         if command == "/exit":
             return 0
@@ -35,20 +32,50 @@ def converse(model: Model, settings: Settings, system: str | None) -> int:
             messages, pictures = list(start), []
             print("forgotten", file=sys.stderr)
         elif command == "/image":
-            pictures += _picture(argument.strip())
+            pictures += _picture(settings.processor, argument.strip())
         elif line.startswith("/"):
             print(f"{command} is no command. {HELP}", file=sys.stderr)
         elif line:
             parts = [*pictures, {"type": "text", "text": line}]
             asked = [*messages, {"role": "user", "content": parts if pictures else line}]
-            if (reply := _turn(model, settings, session, asked)) is not None:
-                messages, pictures = [*asked, reply], []
+            reply, pictures = _turn(model, settings, session, asked), []
+            messages = messages if reply is None else [*asked, reply]
+    return 0
 
 
-def _picture(path: str) -> list[dict[str, Any]]:
+def _in_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _edit_lines() -> None:
+    """`input` then knows the arrow keys and earlier lines, and takes lines of any length: of one over 4095 bytes, Linux
+    hands a program that leaves the editing to it the beginning alone."""
+    with contextlib.suppress(ImportError):  # Python can be built without
+        import readline  # noqa: F401
+
+
+def _read() -> str | None:
+    """The next line; None at the end. Standard output holds answers alone, unless it is the terminal itself."""
     try:
-        image = open_image(Path(path))
-    except ImageError as error:
+        if _in_terminal():
+            return input("> ").strip()
+        print("> ", end="", flush=True, file=sys.stderr)
+        return input().strip()
+    except EOFError:
+        print(file=sys.stderr)
+        return None
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return ""
+
+
+def _picture(processor: Processor | None, path: str) -> list[dict[str, Any]]:
+    if processor is None or processor.images is None:
+        print("this model sees no pictures", file=sys.stderr)
+        return []
+    try:
+        image = open_image(Path(path).expanduser())
+    except (ImageError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
         print(error, file=sys.stderr)
         return []
     print(f"{path}: {image.size[0]} x {image.size[1]} pixels", file=sys.stderr)
@@ -63,12 +90,12 @@ def _turn(model: Model, settings: Settings, session: Session, messages: list[dic
     except KeyboardInterrupt:
         print("\nstopped; this question is forgotten", file=sys.stderr)
         return None
-    except (ChatError, ImageError, InputError) as error:
-        print(error, file=sys.stderr)
+    except (ChatError, ImageError, InputError, TokenizerError) as error:
+        print(alone(str(error)), file=sys.stderr)
         return None
     print()
     if completion.error:
-        print(completion.error, file=sys.stderr)
+        print(alone(completion.error), file=sys.stderr)
         return None
     reused = f"; {session.reused} tokens were in the cache" if session.reused else ""
     print(f"{clock}{reused}", file=sys.stderr)
