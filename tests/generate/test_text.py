@@ -1,6 +1,8 @@
 """Text and messages: the same tokens as by ids, streams, stop strings, seeds, sessions, and what is refused."""
 
 import base64
+import dataclasses
+import io
 
 import jax
 import numpy as np
@@ -250,3 +252,18 @@ def test_pictures_and_placeholders_that_do_not_pair_up(speaker) -> None:
     for row, images in (([7], one), ([7, media, media], one), ([7, media], None), ([7, *[media] * 3], one)):
         with pytest.raises(tm.InputError, match=r"row 1.*placeholder"):
             tm.generate(model, [[7], row], images=[None, images])
+
+
+def test_a_turned_picture_has_the_turned_size_in_the_prompt(speaker) -> None:
+    """EXIF orientation 6 is a quarter turn: off as in the release, on with the setting."""
+    _, processor = speaker
+    shot = picture(30, 60)
+    exif = shot.getexif()
+    exif[274] = 6
+    file = io.BytesIO()
+    shot.save(file, "PNG", exif=exif)
+    for apply, size, grid in ((False, "30x60", (1, 6, 4)), (True, "60x30", (1, 4, 6))):
+        own = dataclasses.replace(processor, images=dataclasses.replace(processor.images, apply_exif=apply))
+        encoded = own.messages(asked(file.getvalue()), QUIET)
+        assert f"image {size}" in own.tokenizer.decode(encoded.ids)
+        assert encoded.patches.grid_thw == (grid,)

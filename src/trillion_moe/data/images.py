@@ -148,7 +148,7 @@ def preprocess_all(images: Sequence["PIL.Image.Image"], settings: ImageSettings 
     images, plans = list(images), []
     for i, image in enumerate(images):
         try:
-            images[i] = _prepare(image, settings)
+            images[i] = prepared(image, settings)
             plans.append(plan := plan_size(*images[i].size, settings))
             _check_mode(images[i], plan)
             _check_tokens(images[i].size, plan, settings)
@@ -162,8 +162,8 @@ def preprocess_all(images: Sequence["PIL.Image.Image"], settings: ImageSettings 
     return PatchBatch(patches, grids, sizes, tuple(plan.tokens for plan in plans))
 
 
-def _prepare(image: "PIL.Image.Image", settings: ImageSettings) -> "PIL.Image.Image":
-    """The image decoded and, if asked for, turned."""
+def prepared(image: "PIL.Image.Image", settings: ImageSettings) -> "PIL.Image.Image":
+    """The image decoded and, if asked for, turned; ImageError if that cannot be done. A second time changes nothing."""
     import PIL.Image
     import PIL.ImageOps
 

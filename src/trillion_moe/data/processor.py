@@ -10,7 +10,7 @@ from trillion_moe.data import chat as chats
 from trillion_moe.data.chat import DEFAULT_OPTIONS, ChatError, ChatFormat, ChatOptions, Message
 from trillion_moe.data.image_files import ImageError, open_image
 from trillion_moe.data.image_settings import ImageSettings, read_settings
-from trillion_moe.data.images import PatchBatch, preprocess_all
+from trillion_moe.data.images import PatchBatch, prepared, preprocess_all
 from trillion_moe.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Processor:
             ChatError: no chat format, a message that it cannot hold, pictures for a model that sees none.
             ImageError: a picture that cannot be read or prepared; both name the message.
         """
-        pictures = self._pictures(messages)
+        pictures = self.pictures(messages)
         segments = self.format.render(messages, options, [picture.size for picture in pictures])
         ids = chats.encode(segments, self.tokenizer)
         if not pictures:
@@ -62,7 +62,8 @@ class Processor:
             raise self.chat
         return self.chat
 
-    def _pictures(self, messages: Sequence[Message]) -> list["PIL.Image.Image"]:
+    def pictures(self, messages: Sequence[Message]) -> list["PIL.Image.Image"]:
+        """The pictures of a conversation in its order, decoded, and turned where the settings say so."""
         found = []
         for i, message in enumerate(messages):
             content = message.get("content")
@@ -73,7 +74,7 @@ class Processor:
                 if self.images is None:
                     raise ChatError(where, "is a picture, but this model has no vision tower")
                 try:
-                    found.append(self._picture(part, where))
+                    found.append(prepared(self._picture(part, where), self.images))
                 except ImageError as error:
                     raise ImageError(f"{where}: {error}") from error
         return found

@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     chat = parser.add_argument_group("the conversation")
     chat.add_argument("--image", action="append", default=[], metavar="FILE", help="before the prompt; may be repeated")
+    chat.add_argument("--exif", action="store_true", help="turn pictures as their EXIF data says; the release does not")
+    chat.add_argument("--max-image-tokens", type=int, metavar="N", help="refuse pictures of more tokens")
     chat.add_argument("--system", metavar="TEXT", help="a system message before a prompt or in --chat")
     chat.add_argument("--raw", action="store_true", help="continue a prompt as it is, without the chat format")
     chat.add_argument("--no-thinking", action="store_true", help="answer at once")
@@ -79,6 +81,8 @@ def check(args: argparse.Namespace) -> None:
         ("--system", args.system, chat, "in a chat: not with --ids, not with --raw"),
         ("--no-thinking", args.no_thinking, chat, "in a chat: not with --ids, not with --raw"),
         ("--effort", args.effort != "default", chat and not args.no_thinking, "in a chat, without --no-thinking"),
+        ("--exif", args.exif, args.image or args.chat or args.input, "with pictures: --image, --chat or --input"),
+        ("--max-image-tokens", args.max_image_tokens, args.image or args.chat or args.input, "with pictures as well"),
         ("--raw", args.raw, args.prompt or args.input, "with --prompt or --input"),
         ("--top-k", args.top_k is not None, *draws),
         ("--top-p", args.top_p != 1, *draws),
@@ -113,7 +117,7 @@ def _check_output(source: Path, output: Path) -> None:
 
 def run(args: argparse.Namespace, model: Model) -> int:
     """-> 1 if an answer failed, else 0."""
-    processor = None if args.ids else load_processor(args.folder, model.config)
+    processor = None if args.ids else _processor(args, model)
     settings = Settings.of(args, processor)
     if args.chat:
         from trillion_moe.generate.repl import converse
@@ -123,6 +127,19 @@ def run(args: argparse.Namespace, model: Model) -> int:
         return _file(model, settings, args)
     prompts = args.ids or [_prompt(args, text) for text in args.prompt]
     return _answer(model, prompts, settings, as_json=args.json)
+
+
+def _processor(args: argparse.Namespace, model: Model) -> Processor:
+    processor, given = load_processor(args.folder, model.config), {}
+    if args.exif:
+        given["apply_exif"] = True
+    if args.max_image_tokens is not None:
+        given["max_tokens"] = args.max_image_tokens
+    if not given:
+        return processor
+    if processor.images is None:
+        raise InputError(f"--exif and --max-image-tokens are for pictures, which {args.folder} has no vision tower for")
+    return dataclasses.replace(processor, images=dataclasses.replace(processor.images, **given))
 
 
 @dataclasses.dataclass(frozen=True)
