@@ -29,7 +29,7 @@ DEV := $(VENV)/.installed-dev
 PARITY := $(VENV)/.installed-parity
 INPUTS := $(MADE) pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help venv quickstart test check bench proof clean
+.PHONY: help venv parity quickstart test check bench proof clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,8 @@ $(PARITY): $(INPUTS)
 	touch $(DEMO) $(DEV) $@
 
 venv: $(DEV)  ## make .venv with all that tests and checks need
+
+parity: $(PARITY)  ## the same, with PyTorch, transformers and PEFT to compare with
 
 quickstart: $(DEMO)  ## train, quantise and generate on a tiny model
 	$(BIN)/python -m trillion_moe.quickstart

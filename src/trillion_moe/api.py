@@ -14,9 +14,11 @@ from trillion_moe import model as _model
 from trillion_moe import trace as _trace
 from trillion_moe.checkpoint import CheckpointError
 from trillion_moe.config import ConfigError, ModelConfig
-from trillion_moe.data.chat import ChatOptions
-from trillion_moe.data.processor import load_processor
-from trillion_moe.generate import Completion, Session, generate, stream
+from trillion_moe.data.chat import ChatError, ChatOptions
+from trillion_moe.data.image_files import ImageError
+from trillion_moe.data.processor import Processor, load_processor
+from trillion_moe.data.tokenizer import TokenizerError
+from trillion_moe.generate import Completion, Piece, Session, generate, stream
 from trillion_moe.inputs import Images, InputError, check_inputs, traced
 from trillion_moe.layers.block import LayerSpec
 from trillion_moe.layers.vision import ImageBatch
@@ -30,24 +32,32 @@ from trillion_moe.transforms import (
     quantize_experts,
     remove_lora,
 )
+from trillion_moe.transforms.adapters import with_lora
 from trillion_moe.weights import Layout
 
 __all__ = [
+    "ChatError",
     "ChatOptions",
     "CheckpointError",
     "Completion",
     "ConfigError",
     "ImageBatch",
+    "ImageError",
     "InputError",
     "LoRAConfig",
     "Model",
     "ModelConfig",
+    "Piece",
+    "Processor",
     "Session",
+    "TokenizerError",
     "add_lora",
     "combine",
+    "export_adapter",
     "forward",
     "generate",
     "load",
+    "load_adapter",
     "load_processor",
     "loss",
     "merge_lora",
@@ -118,6 +128,23 @@ def save(path: str | Path, model: Model, *, format: Format = "hf") -> None:  # n
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}; legal are {', '.join(get_args(Format))}")
     (checkpoint.save if format == "hf" else checkpoint.save_orbax)(path, model)
+
+
+def export_adapter(path: str | Path, model: Model, *, names: Literal["peft", "release"] = "peft") -> None:
+    """Write a model's adapters to a new folder, as PEFT does or, for routed experts, under each expert's released name.
+
+    Raises CheckpointError if the folder exists, or with all that the format cannot hold.
+    """
+    checkpoint.export_adapter(path, model, names=names)
+
+
+def load_adapter(model: Model, path: str | Path, *, check_base: bool = True) -> Model:
+    """The model with the adapters of a folder, in PEFT's or the released names, on top; packed bases stay packed.
+
+    check_base: refuse an adapter that says it was made on other weights. Raises CheckpointError with all findings;
+    nothing is loaded in part.
+    """
+    return with_lora(model, checkpoint.read_adapter(path, model, check_base=check_base))
 
 
 _forward = jax.jit(_model.forward)

@@ -8,20 +8,26 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
 from trillion_moe import __version__, api
 from trillion_moe.checkpoint import compare_experts
+from trillion_moe.data import command as data_command
 from trillion_moe.data.chat import ChatError
 from trillion_moe.data.image_files import ImageError
+from trillion_moe.data.rows import DataError
 from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.generate import command
+from trillion_moe.run_config import RunConfigError, load_run_config
+from trillion_moe.train import command as train_command
 from trillion_moe.transforms.targets import places
 from trillion_moe.weights import parameters
 
 ERRORS = (
-    *(api.ConfigError, api.CheckpointError, api.InputError, ChatError, ImageError, TokenizerError),
+    *(api.ConfigError, api.CheckpointError, api.InputError, ChatError, DataError, ImageError),
+    *(RunConfigError, TokenizerError),
     *(OSError, EOFError, UnicodeError, FloatingPointError),
 )
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE has ended
@@ -76,6 +82,14 @@ def _parser() -> argparse.ArgumentParser:
     generate = verbs.add_parser("generate", help="answer prompts of text, pictures or token ids")
     command.add_arguments(generate)
     generate.set_defaults(run=_generate)
+    data = verbs.add_parser("data", help="what a file of conversations becomes: figures, supervised spans, bad rows")
+    data_command.add_arguments(data)
+    data.add_argument("--config", metavar="NAME | FILE.py | FILE.json", help="take it all from a run's configuration")
+    data.add_argument("--set", action="append", default=[], metavar="FIELD.FIELD=VALUE", help="with --config")
+    data.set_defaults(run=_data)
+    train = verbs.add_parser("train", help="tune adapters, or every weight, on conversations; goes on where it stopped")
+    train_command.add_arguments(train)
+    train.set_defaults(run=lambda args: train_command.run(args, api.load))
     return parser
 
 
@@ -127,6 +141,18 @@ def place_group(name: str) -> str:
 def _generate(args: argparse.Namespace) -> int:
     command.check(args)
     return command.run(args, api.load(args.folder, dtype=args.dtype))
+
+
+def _data(args: argparse.Namespace) -> int:
+    if args.config is None:
+        if args.set:
+            raise api.InputError("--set is legal with --config")
+        return data_command.run(args)
+    data_command.check_plain(args)
+    given = {"data": args.file, "model": args.model}
+    config = load_run_config(args.config, [*(f"{k}={v}" for k, v in given.items() if v is not None), *args.set])
+    args.file, args.model = Path(config.data), Path(config.model)
+    return data_command.run(args, config.examples)
 
 
 if __name__ == "__main__":

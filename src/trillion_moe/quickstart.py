@@ -207,7 +207,7 @@ def picture(path: Path, rows, curves, data: Digits, english: list[str], german: 
     curves_at, bars_at = top.subplots(1, 2)
     for name, losses in curves.items():
         curves_at.plot(losses, label=name)
-    curves_at.set(xlabel="step", ylabel="loss (nats per letter)", yscale="log")
+    curves_at.set(xlabel="step", ylabel="loss (nats per supervised token)", yscale="log")
     curves_at.legend(fontsize=8)
     bars_at.barh([row[0] for row in rows], [row[1] for row in rows], color="tab:green")
     for at, row in enumerate(rows):

@@ -4,7 +4,8 @@ A setting that no row uses is None, and costs nothing: the settings are a pytree
 """
 
 import dataclasses
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +23,11 @@ class SamplingConfig:
         and multiplied by it where negative (Keskar et al., arXiv 1909.05858); 1 = off.
     temperature: logits are divided by it; 0 = greedy: the largest logit left, the cuts below then change nothing.
     top_k: only the k largest are kept (with those equal to the k-th); None = off.
-    top_p: only the most probable whose probabilities reach p together (Holtzman et al., arXiv 1904.09751); 1 = off.
+    top_p: of these, only the most probable whose probabilities reach p together (Holtzman et al., arXiv 1904.09751);
+        1 = off.
     min_p: only those at least min_p times as probable as the most probable (arXiv 2407.01082); 0 = off.
-    seed: the same seed, prompt and model give the same tokens, whatever else is in the batch.
+    seed: the same seed, prompt and model give the same draws, whatever else is in the batch (logits may differ by
+        rounding, as everywhere).
     """
 
     temperature: float = 0.0
@@ -35,16 +38,17 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self):
+        whole = numbers.Integral
         legal = {
-            "temperature": (self.temperature >= 0 and np.isfinite(self.temperature), "a finite number >= 0"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "an integer >= 1, or None for off"),
+            "temperature": (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0 for greedy, or 0.001 to 1000"),
+            "top_k": (
+                self.top_k is None or (isinstance(self.top_k, whole) and self.top_k >= 1),
+                "an integer >= 1, or None for off",
+            ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
-            "repetition_penalty": (
-                self.repetition_penalty > 0 and np.isfinite(self.repetition_penalty),
-                "a finite number > 0",
-            ),
-            "seed": (0 <= self.seed < 2**32, "an integer from 0 to 2^32 - 1"),
+            "repetition_penalty": (0.01 <= self.repetition_penalty <= 100, "0.01 to 100, 1 for off"),
+            "seed": (isinstance(self.seed, whole) and 0 <= self.seed < 2**32, "an integer from 0 to 2^32 - 1"),
         }
         for name, (fine, says) in legal.items():
             if not fine:
@@ -57,7 +61,8 @@ class Sampler:
     """The settings of a batch, a row each, and what the choice needs to know of the tokens so far.
 
     temperature, top_k, top_p, min_p, penalty: float32 or int32 [B], None where no row uses it (temperature None: all
-    rows are greedy). seed: uint32 [B]. seen: bool [B, V], None without a penalty. drawn: int32 [B], new tokens so far.
+    rows are greedy). seed: uint32 [B]. seen: bool [B, V], None without a penalty. barred: bool [V], tokens that are
+    never chosen; None = none. drawn: int32 [B], new tokens so far.
     """
 
     temperature: Any
@@ -67,17 +72,24 @@ class Sampler:
     penalty: Any
     seed: Any
     seen: Any
+    barred: Any
     drawn: Any
 
     @classmethod
-    def of(cls, configs: Sequence[SamplingConfig], prompts: Sequence[Sequence[int]], vocab_size: int) -> "Sampler":
-        """prompts: the token ids before the first new one, for the penalty."""
+    def of(
+        cls,
+        configs: Sequence[SamplingConfig],
+        prompts: Sequence[Sequence[int]],
+        vocab_size: int,
+        barred: Iterable[int] = (),
+    ) -> "Sampler":
+        """prompts: the token ids before the first new one, for the penalty. barred: ids that are never chosen."""
 
         def column(name: str, off: Any, dtype: str):
             values = [getattr(c, name) for c in configs]
             if all(value == off for value in values):
                 return None
-            return jnp.asarray([vocab_size if value is None else value for value in values], dtype)
+            return jnp.asarray([vocab_size if value is None else min(value, vocab_size) for value in values], dtype)
 
         penalty = column("repetition_penalty", 1.0, "float32")
         drawing = column("temperature", 0.0, "float32")
@@ -87,6 +99,7 @@ class Sampler:
             for row, ids in zip(table, prompts, strict=True):
                 row[np.asarray(ids, int)] = True
             seen = jnp.asarray(table)
+        never = np.isin(np.arange(vocab_size), list(barred))
         return cls(
             temperature=drawing,
             top_k=None if drawing is None else column("top_k", None, "int32"),
@@ -95,6 +108,7 @@ class Sampler:
             penalty=penalty,
             seed=None if drawing is None else jnp.asarray([c.seed for c in configs], jnp.uint32),
             seen=seen,
+            barred=None if not never.any() else jnp.asarray(never),
             drawn=jnp.zeros(len(configs), jnp.int32),
         )
 
@@ -102,6 +116,8 @@ class Sampler:
 def choose(logits_BV: jax.Array, sampler: Sampler) -> tuple[jax.Array, Sampler]:
     """-> the next token of every row, int32 [B], and the sampler that knows of it."""
     logits_BV = logits_BV.astype(jnp.float32)
+    if sampler.barred is not None:
+        logits_BV = jnp.where(sampler.barred, -jnp.inf, logits_BV)
     if sampler.penalty is not None:
         factor_B1 = sampler.penalty[:, None]
         changed_BV = jnp.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)
@@ -129,17 +145,17 @@ def _noise(sampler: Sampler, vocab: int) -> jax.Array:
 
 def _cut(logits_BV: jax.Array, sampler: Sampler) -> jax.Array:
     """Logits with -inf where top-k, top-p or min-p rule a token out; the largest always stays."""
-    if sampler.top_k is not None or sampler.top_p is not None:
-        sorted_BV = -jnp.sort(-logits_BV, axis=-1)
-        rank_V = jnp.arange(logits_BV.shape[1])
-        live_BV = rank_V < sampler.top_k[:, None] if sampler.top_k is not None else jnp.ones_like(sorted_BV, bool)
-        if sampler.top_p is not None:
-            # Of what top-k left: a token stays while those before it have not reached p.
-            p_BV = jax.nn.softmax(jnp.where(live_BV, sorted_BV, -jnp.inf), axis=-1)
-            reach_B = jnp.where(sampler.top_p < 1, sampler.top_p, 2.0)  # sums round to 1 too early: 1 must mean all
-            live_BV &= jnp.cumsum(p_BV, axis=-1) - p_BV < reach_B[:, None]
-        least_B1 = jnp.min(jnp.where(live_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
-        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+    logits_BV -= jnp.max(logits_BV, axis=-1, keepdims=True)
+    if sampler.top_k is not None:
+        kth_B1 = jnp.take_along_axis(-jnp.sort(-logits_BV, axis=-1), sampler.top_k[:, None] - 1, axis=-1)
+        logits_BV = jnp.where(logits_BV >= kth_B1, logits_BV, -jnp.inf)
+    if sampler.top_p is not None:
+        order_BV = jnp.argsort(-logits_BV, axis=-1)
+        p_BV = jax.nn.softmax(jnp.take_along_axis(logits_BV, order_BV, axis=-1), axis=-1)
+        reach_B = jnp.where(sampler.top_p < 1, sampler.top_p, 2.0)  # sums round to 1 too early: 1 must mean all
+        live_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < reach_B[:, None]  # those before it have not reached p
+        live_BV = jnp.take_along_axis(live_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
+        logits_BV = jnp.where(live_BV, logits_BV, -jnp.inf)
     if sampler.min_p is not None:
         floor_B1 = jnp.max(logits_BV, axis=-1, keepdims=True) + jnp.log(sampler.min_p)[:, None]
         logits_BV = jnp.where(logits_BV >= floor_B1, logits_BV, -jnp.inf)

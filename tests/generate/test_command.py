@@ -161,7 +161,8 @@ def test_several_prompts(run, answers) -> None:
     assert code == 0
     for i, (found, completion) in enumerate(zip(lines(out), expected, strict=True)):
         said = {"text": completion.text, "thinking": completion.reply.thinking, "ids": list(completion.ids)}
-        assert found == {"prompt": i, "finish": "length", **said}
+        findings = [{"what": finding.what, "raw": finding.raw} for finding in completion.reply.findings]
+        assert found == {"prompt": i, "finish": "length", "complete": False, "findings": findings, **said}
     assert err.startswith(f"{2 * NEW} tokens; the first after ")
 
 
@@ -172,7 +173,7 @@ def test_json_of_calls_and_errors(capsys) -> None:
     call = {"id": "f:0", "type": "function", "function": {"name": "f", "arguments": {"x": "é\ud800"}}}
     assert row == {
         "prompt": 4, "finish": "error", "text": "yes", "thinking": "hm", "tool_calls": [call], "error": "prompt 4: no",
-        "ids": [7, 8],
+        "complete": False, "ids": [7, 8],
     }  # fmt: skip
     assert json.loads(command._json(row).encode()) == row
     assert command._json({"text": "é"}) == '{"text": "é"}'
@@ -380,7 +381,7 @@ DRAW_FLAGS = ("--top-k", "--top-p", "--min-p", "--seed")
         (["--input", "in.jsonl", "--output", "no/out.jsonl"], "--output: the folder no does not exist"),
         (["--input", "in.jsonl", "--output", "folder"], "--output: folder is there and is no file"),
         (["--input", "in.jsonl", "--output", "../here/in.jsonl"], "is the file of --input"),
-        ([*HI, "--temperature=-1"], "temperature is -1.0; legal is a finite number >= 0"),
+        ([*HI, "--temperature=-1"], "temperature is -1.0; legal is 0 for greedy, or 0.001 to 1000"),
         ([*HI, "--temperature", "1", "--top-p", "2"], "top_p is 2.0; legal is above 0 and at most 1"),
         ([*HI, "--max-new-tokens", "0"], "max_new_tokens is 0; it must be at least 1"),
         ([*HI, "--stop", ""], "stop holds an empty string"),

@@ -228,7 +228,7 @@ def test_what_cannot_be_answered_is_forgotten(talk, letters, tmp_path) -> None:
         f"/image {tmp_path / 'heights.tiff'}", "What is it?", "~", "b", "/image", "/image ~no-such-user/x"
     )
     assert (code, out) == (0, f"\n{expected.text}\n")
-    assert err[1].startswith("image 0 of 1: mode 'F': ")
+    assert err[1].startswith("message 1, content[0]: mode 'F': ")
     assert err[2] == f"logits are not finite at new token 0 (of {NEW})"
     assert re.fullmatch(stats(expected), err[3])
     assert err[4].startswith(". cannot be read: ")

@@ -1,12 +1,14 @@
 """The choice of a token: cuts against their definition, draws against their distribution, rows against each other."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import trillion_moe as tm
-from trillion_moe.sampling import Sampler, SamplingConfig, choose
+from trillion_moe.sampling import Sampler, SamplingConfig, _cut, choose
 
 LOGITS = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]))
 chosen = jax.jit(choose)
@@ -55,6 +57,45 @@ def test_ties_at_the_cut_stay() -> None:
     assert (found > 0.2).all()
 
 
+def test_top_p_takes_only_as_many_of_equals_as_it_needs() -> None:
+    found = draws(SamplingConfig(1.0, top_p=0.3), np.zeros(8))
+    assert np.count_nonzero(found) == 3
+
+
+def test_the_coldest_draw_is_greedy() -> None:
+    """Large logits over the least temperature do not overflow."""
+    logits = [3e4, 2.9e4, -3e4]
+    assert draws(SamplingConfig(1e-3), logits, count=20).tolist() == [1, 0, 0]
+
+
+def test_barred_tokens_never_come() -> None:
+    for config in (SamplingConfig(), SamplingConfig(1.0)):
+        sampler = Sampler.of([config], [[0]], 4, barred=[2, 3])
+        tokens = set()
+        for _ in range(30):
+            token, sampler = chosen(jnp.array([[0.0, 0.1, 9.0, 8.0]]), sampler)
+            tokens.add(int(token[0]))
+        assert tokens <= {0, 1}
+
+
+def test_cuts_are_those_of_transformers() -> None:
+    """Top-k, top-p and min-p one after the other, ties among them; needs transformers and torch (extra `parity`)."""
+    torch = pytest.importorskip("torch")
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    logits = np.round(np.random.default_rng(0).normal(size=(20, 60)), 1).astype(np.float32)
+    for k, p, m in ((7, 1.0, 0.0), (None, 0.8, 0.0), (None, 1.0, 0.1), (12, 0.7, 0.05)):
+        expected = torch.tensor(logits)
+        if k:
+            expected = processors.TopKLogitsWarper(k)(None, expected)
+        if p < 1:
+            expected = processors.TopPLogitsWarper(p)(None, expected)
+        if m:
+            expected = processors.MinPLogitsWarper(m)(None, expected)
+        sampler = Sampler.of([SamplingConfig(1.0, k, p, m)] * 20, [[0]] * 20, 60)
+        kept = np.isfinite(np.asarray(_cut(jnp.asarray(logits), sampler)))
+        np.testing.assert_array_equal(kept.sum(axis=1), np.isfinite(expected.numpy()).sum(axis=1))
+
+
 def test_repetition_penalty_divides_or_multiplies() -> None:
     """Of tokens in the prompt and of drawn ones: 2 / 1.5 < 1.5 < 2, and -1 * 1.5 < -1.2."""
     config = SamplingConfig(repetition_penalty=1.5)
@@ -91,16 +132,18 @@ def test_greedy_costs_nothing_more() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "legal"),
     [
-        ("temperature", -0.1, "a finite number >= 0"),
-        ("temperature", float("nan"), "a finite number >= 0"),
+        ("temperature", -0.1, "0 for greedy, or 0.001 to 1000"),
+        ("temperature", 1e-30, "0 for greedy, or 0.001 to 1000"),
+        ("temperature", float("nan"), "0 for greedy, or 0.001 to 1000"),
         ("top_k", 0, "an integer >= 1, or None for off"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.5, "above 0 and at most 1"),
         ("min_p", -1.0, "from 0 to 1"),
-        ("repetition_penalty", 0.0, "a finite number > 0"),
-        ("seed", -1, r"an integer from 0 to 2\^32 - 1"),
+        ("repetition_penalty", 0.0, "0.01 to 100, 1 for off"),
+        ("repetition_penalty", 1e39, "0.01 to 100, 1 for off"),
+        ("seed", -1, "an integer from 0 to 2^32 - 1"),
     ],
 )
 def test_settings_out_of_range_are_named(setting, value, legal) -> None:
-    with pytest.raises(tm.InputError, match=rf"{setting} is {value}; legal is {legal}"):
+    with pytest.raises(tm.InputError, match=re.escape(f"{setting} is {value}; legal is {legal}")):
         SamplingConfig(**{setting: value})

@@ -1,6 +1,7 @@
 """Text and messages: the same tokens as by ids, streams, stop strings, seeds, sessions, and what is refused."""
 
 import base64
+import copy
 import dataclasses
 import io
 
@@ -8,13 +9,15 @@ import jax
 import numpy as np
 import PIL.Image
 import pytest
+from tests.tiny import IDS
 
 import trillion_moe as tm
 from trillion_moe.data.chat import ChatError, encode
 from trillion_moe.data.image_files import ImageError
 from trillion_moe.data.images import preprocess
 from trillion_moe.generate import engine
-from trillion_moe.generate.output import StopStrings
+from trillion_moe.generate.output import ChatText, Row, StopStrings
+from trillion_moe.model import init_caches
 
 QUIET = tm.ChatOptions(thinking=False)
 NEW = 12
@@ -62,7 +65,9 @@ def test_messages_with_pictures_are_their_ids_and_patches(speaker) -> None:
         tm.ImageBatch(np.concatenate([p.patches for p in some]), [p.grid_thw for p in some]) if some else None
         for some in (patches, patches[1:], [])
     ]
-    by_ids = tm.generate(model, ids, images=images, max_new_tokens=NEW, eos_ids=(model.config.eos_ids[0], 518))
+    by_ids = tm.generate(
+        model, ids, images=images, max_new_tokens=NEW, eos_ids=(model.config.eos_ids[0], IDS["[EOS]"][0])
+    )
     assert [c.ids for c in batch] == [c.ids for c in by_ids]
     alone = tm.generate(model, prompts[1:2], tokenizer=processor, chat=QUIET, max_new_tokens=NEW)
     assert alone == batch[1:2]
@@ -187,7 +192,7 @@ def test_a_prompt_that_differs_starts_cold(speaker, held, change) -> None:
     if change == "shorter":
         ids = prompt
     if change == "model":
-        model = jax.tree.map(lambda leaf: leaf, model)
+        model = jax.tree.map(lambda leaf: leaf.copy(), model)
     settings = {"images": tm.ImageBatch(patches.patches, patches.grid_thw), "max_new_tokens": 6, "eos_ids": ()}
     (cold,) = tm.generate(model, [ids], **settings)
     warm = list(tm.stream(model, [ids], session=session, **settings))[-1].completion
@@ -267,3 +272,58 @@ def test_a_turned_picture_has_the_turned_size_in_the_prompt(speaker) -> None:
         encoded = own.messages(asked(file.getvalue()), QUIET)
         assert f"image {size}" in own.tokenizer.decode(encoded.ids)
         assert encoded.patches.grid_thw == (grid,)
+
+
+def test_end_tokens_are_no_text(speaker) -> None:
+    """K3 ends a turn with one token and a text with another: neither is part of an answer, whichever comes."""
+    _, processor = speaker
+    for name in ("<|end_of_msg|>", "[EOS]"):
+        end = IDS[name][0]
+        parser = processor.format.parser(QUIET)
+        row = Row(ChatText(processor.tokenizer, parser, [IDS["<|end_of_msg|>"][0], IDS["[EOS]"][0]]), [end], ())
+        for token in [*processor.tokenizer.encode("yes", specials=False), end]:
+            row.push(token)
+        _, completion = row.end("length")
+        assert (completion.text, completion.finish, completion.reply.complete) == ("yes", "eos", True)
+
+
+def test_ids_without_a_token_are_never_drawn(speaker) -> None:
+    """The model's vocabulary may be larger than the tokenizer's."""
+    model, processor = speaker
+    small = copy.copy(processor.tokenizer)
+    small.vocab_size = 200
+    own = dataclasses.replace(processor, tokenizer=small)
+    (found,) = tm.generate(model, [[7, 8]], tokenizer=own, max_new_tokens=30, temperature=5.0)
+    assert max(found.ids) < 200
+
+
+def test_a_placeholder_that_the_model_wrote_is_no_picture(speaker) -> None:
+    """The caches then hold a state that no prompt with pictures has: start cold."""
+    model, processor = speaker
+    media = model.config.media_id
+    encoded = processor.messages(asked(picture(28, 28)), QUIET)
+    one = tm.ImageBatch(encoded.patches.patches, encoded.patches.grid_thw)
+    two = tm.ImageBatch(np.concatenate([one.patches] * 2), one.grid_thw * 2)
+    session, prompts = tm.Session(), engine.Prompts.of(model, [encoded.ids], one)
+    session.keep(model, init_caches(model, 1, 64), [*prompts.row(0), media], one)
+    rest, caches, _ = session.take(model, engine.Prompts.of(model, [[*encoded.ids, media, 9]], two))
+    assert caches is None
+    assert rest.row(0) == [*encoded.ids, media, 9]
+
+
+def test_a_model_that_was_changed_in_place_starts_cold(speaker) -> None:
+    model = jax.tree.map(lambda leaf: leaf, speaker[0])
+    session = tm.Session()
+    *_, last = tm.stream(model, [[7, 8]], session=session, max_new_tokens=4)
+    model.embed = model.embed.at[5].set(0.0)
+    list(tm.stream(model, [[7, 8, *last.completion.ids, 9]], session=session, max_new_tokens=4))
+    assert session.reused == 0
+
+
+def test_limits_are_checked_before_anything_is_compiled(speaker) -> None:
+    model, _ = speaker
+    with pytest.raises(tm.InputError, match=r"2 tokens, max_new_tokens is 3000000000: legal are 1048576 together"):
+        tm.generate(model, [[7, 8]], max_new_tokens=3_000_000_000)
+    for wrong in (-1, model.config.vocab_size):
+        with pytest.raises(tm.InputError, match=rf"eos_ids holds {wrong}; token ids are 0\.\.516"):
+            tm.generate(model, [[7, 8]], eos_ids=[wrong])

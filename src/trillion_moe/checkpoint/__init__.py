@@ -4,10 +4,13 @@
     save                              a model back into such a folder, bit for bit
     save_orbax, load_orbax, is_orbax  a model with whatever weights it has, adapters included
     compare_experts                   a packed checkpoint against the one it was made from
+    export_adapter, read_adapter      adapters as PEFT writes them, or under the released names of experts
 
 What is wrong with a checkpoint comes in one `CheckpointError`.
 """
 
+from trillion_moe.checkpoint.adapter_export import export_adapter
+from trillion_moe.checkpoint.adapters import read_adapter
 from trillion_moe.checkpoint.compare import compare_experts
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.load import load_into, read_config
@@ -17,9 +20,11 @@ from trillion_moe.checkpoint.save import save
 __all__ = [
     "CheckpointError",
     "compare_experts",
+    "export_adapter",
     "is_orbax",
     "load_into",
     "load_orbax",
+    "read_adapter",
     "read_config",
     "save",
     "save_orbax",

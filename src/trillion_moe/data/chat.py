@@ -90,7 +90,11 @@ DEFAULT_OPTIONS = ChatOptions()
 
 @runtime_checkable
 class StreamParser(Protocol):
-    """Takes a reply piece by piece: gives (channel, text) to show, and the whole reply at the end."""
+    """Takes a reply piece by piece: gives (channel, text) to show, and the whole reply at the end. ends: names of the
+    special tokens with which the format ends a turn."""
+
+    @property
+    def ends(self) -> frozenset[str]: ...
 
     def push(self, text: str, control: bool = False) -> list[tuple[str, str]]: ...
 
@@ -150,10 +154,11 @@ def image_order(segments: Iterable[Segment]) -> tuple[int, ...]:
     return tuple(segment.image for segment in segments if segment.image is not None)
 
 
-def load_chat(folder: str | Path) -> ChatFormat:
+def load_chat(folder: str | Path, specials: Iterable[str]) -> ChatFormat:
     """The chat format of a checkpoint folder: Kimi K3's XTML, or the Jinja template that lies there.
 
-    XTML: `config.json` says model_type kimi_k3, or `tokenizer_config.json` adds the token `<|open|>`.
+    specials: the names that its tokenizer reads. XTML: `config.json` says model_type kimi_k3, or `<|open|>` is among
+    them.
 
     Raises: ChatError if neither is found. TokenizerError for a file that is not JSON.
     """
@@ -161,16 +166,15 @@ def load_chat(folder: str | Path) -> ChatFormat:
 
     folder = Path(folder)
     config, tokenizer = (_read(folder / name) for name in ("config.json", CONFIG_FILE))
-    if config.get("model_type") == "kimi_k3" or xtml.OPEN in jinja_chat.added_names(tokenizer):
+    if config.get("model_type") == "kimi_k3" or xtml.OPEN in (names := frozenset(specials)):
         return xtml.XtmlChat()
     template = jinja_chat.find_template(folder, tokenizer)
     if template is None:
         raise ChatError(
             str(folder),
-            f"no chat format: config.json does not say model_type 'kimi_k3', {CONFIG_FILE} adds no {xtml.OPEN!r} "
-            f"and has no chat_template, and there is none of {', '.join(jinja_chat.TEMPLATE_FILES)}",
+            f"no chat format: config.json does not say model_type 'kimi_k3', its tokenizer has no {xtml.OPEN!r}, "
+            f"{CONFIG_FILE} has no chat_template, and there is none of {', '.join(jinja_chat.TEMPLATE_FILES)}",
         )
-    names = jinja_chat.added_names(tokenizer) | jinja_chat.added_names(_read(folder / "tokenizer.json"))
     return jinja_chat.JinjaChat(template, names, jinja_chat.named_tokens(tokenizer))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trillion_moe.config import ConfigError, VisionConfig
+from trillion_moe.config_json import distinct
 
 SETTINGS_FILE = "preprocessor_config.json"
 
@@ -136,7 +137,7 @@ def _against(settings: ImageSettings, vision: VisionConfig | None) -> Iterator[s
 def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The values of known keys as `ImageSettings` takes them, and what is wrong with the keys."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_distinct)
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
     except ValueError as error:
         return {}, [f"not a JSON object with distinct keys: {error}"]
     media = data.get("media_proc_cfg") if isinstance(data, dict) else None
@@ -159,10 +160,3 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         if isinstance(value := known.get(name), list):
             known[name] = tuple(float(x) if type(x) is int else x for x in value)
     return known, found
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"keys given twice: {', '.join(twice)}")
-    return dict(pairs)

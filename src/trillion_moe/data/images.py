@@ -149,9 +149,7 @@ def preprocess_all(images: Sequence["PIL.Image.Image"], settings: ImageSettings 
     for i, image in enumerate(images):
         try:
             images[i] = prepared(image, settings)
-            plans.append(plan := plan_size(*images[i].size, settings))
-            _check_mode(images[i], plan)
-            _check_tokens(images[i].size, plan, settings)
+            plans.append(checked_plan(images[i], settings))
         except ImageError as error:
             raise ImageError(f"image {i} of {len(images)}: {error}") from error.__cause__
     p, ends = settings.patch_size, np.cumsum([math.prod(plan.grid_thw) for plan in plans])
@@ -174,6 +172,14 @@ def prepared(image: "PIL.Image.Image", settings: ImageSettings) -> "PIL.Image.Im
         return PIL.ImageOps.exif_transpose(image) if settings.apply_exif else image
     except Exception as error:  # of a decoder or of the EXIF reader, over a broken file: see open_image
         raise ImageError(f"cannot be read: {error or type(error).__name__}") from error
+
+
+def checked_plan(image: "PIL.Image.Image", settings: ImageSettings) -> SizePlan:
+    """What becomes of a prepared image's size; ImageError if its mode or number of tokens is not legal."""
+    plan = plan_size(*image.size, settings)
+    _check_mode(image, plan)
+    _check_tokens(image.size, plan, settings)
+    return plan
 
 
 def _check_mode(image: "PIL.Image.Image", plan: SizePlan) -> None:

@@ -60,7 +60,9 @@ class JinjaChat:
         variables = self._variables(options)
         mark = _free_character(self.template, plain, variables)
         broken = [self._marked(message, mark, f"message {i}") for i, message in enumerate(plain)]
-        asked = self._marked(variables, mark, "option tools")
+        clock = {"strftime_now": datetime.now().strftime}  # one time for all renderings, which must agree
+        asked = self._marked(variables, mark, "option tools") | clock
+        variables |= clock
         text = self._run(broken, asked, options.add_generation_prompt)
         if text.replace(mark, "") != self._run(plain, variables, options.add_generation_prompt):
             raise ChatError(
@@ -96,7 +98,7 @@ class JinjaChat:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.globals |= {"raise_exception": _raise_exception}
         try:
             read = jinja2.meta.find_undeclared_variables(environment.parse(self.template))
             return environment.from_string(self.template), read
@@ -209,7 +211,7 @@ class ThinkParser:
     """
 
     def __init__(self, *, opened: bool, tokens: bool, ends: frozenset[str]):
-        self._tokens, self._ends = tokens, ends
+        self._tokens, self.ends = tokens, ends
         self._channel = "think" if opened else "start"
         self._texts: dict[str, list[str]] = {"think": [], "response": []}
         self._held = ""
@@ -218,7 +220,7 @@ class ThinkParser:
         self._findings: list[Finding] = []
 
     def push(self, text: str, control: bool = False) -> list[tuple[str, str]]:
-        if control and text in self._ends:
+        if control and text in self.ends:
             self._done = True
             return self._flush()
         if self._done:
@@ -289,10 +291,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 @functools.cache
 def _generation_tag() -> type:
     """`{% generation %}` … `{% endgeneration %}`, with which templates mark answers: the body as it is."""
@@ -359,12 +357,6 @@ def find_template(folder: Path, tokenizer: Mapping[str, Any]) -> str | None:
     if not isinstance(found, str | None):
         raise ChatError(str(folder), f"chat_template must be a text, not {type(found).__name__}")
     return found
-
-
-def added_names(content: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the added tokens in a `tokenizer_config.json` or a `tokenizer.json`."""
-    entries = [*content.get("added_tokens_decoder", {}).values(), *content.get("added_tokens", ())]
-    return frozenset(entry["content"] for entry in entries)
 
 
 def named_tokens(tokenizer: Mapping[str, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from trillion_moe.data import chat as chats
 from trillion_moe.data.chat import DEFAULT_OPTIONS, ChatError, ChatFormat, ChatOptions, Message
 from trillion_moe.data.image_files import ImageError, open_image
 from trillion_moe.data.image_settings import ImageSettings, read_settings
-from trillion_moe.data.images import PatchBatch, prepared, preprocess_all
+from trillion_moe.data.images import PatchBatch, checked_plan, prepared, preprocess_all
 from trillion_moe.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Processor:
         """The pictures of a conversation in its order, decoded, and turned where the settings say so."""
         found = []
         for i, message in enumerate(messages):
-            content = message.get("content")
+            content = message.get("content") if isinstance(message, Mapping) else None  # `render` refuses those
             for n, part in enumerate(content if isinstance(content, list | tuple) else ()):
                 if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url"):
                     continue
@@ -75,6 +75,7 @@ class Processor:
                     raise ChatError(where, "is a picture, but this model has no vision tower")
                 try:
                     found.append(prepared(self._picture(part, where), self.images))
+                    checked_plan(found[-1], self.images)
                 except ImageError as error:
                     raise ImageError(f"{where}: {error}") from error
         return found
@@ -108,7 +109,7 @@ def load_processor(folder: str | Path, config: ModelConfig) -> Processor:
     if tokenizer.vocab_size > config.vocab_size:
         raise TokenizerError(f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}")
     try:
-        chat = chats.load_chat(folder)
+        chat = chats.load_chat(folder, tokenizer.specials)
     except ChatError as error:
         chat = error
     return Processor(tokenizer, chat, None if config.vision is None else read_settings(folder, config.vision))

@@ -167,6 +167,10 @@ class ReplyParser:
         self._fresh = True  # nothing but tags of the prefix so far
         self._done = False
 
+    @property
+    def ends(self) -> frozenset[str]:
+        return frozenset([END_OF_MSG])
+
     def push(self, text: str, control: bool = False) -> list[tuple[str, str]]:
         """-> (channel, text) of "think" and "response" to show now. `control`: the piece is a special token."""
         self._shown = []

@@ -86,7 +86,7 @@ class TiktokenTokenizer:
         self._encoding = tiktoken.Encoding(
             MODEL_FILE, pat_str=PATTERN, mergeable_ranks=dict(ranks), special_tokens=self._specials
         )
-        self.vocab_size = len(ranks) + CONTROL_IDS
+        self.vocab_size, self.holes = len(ranks) + CONTROL_IDS, frozenset[int]()
         self.bos_id, self.eos_id, self.pad_id = boundary_ids(config, self._specials.get)
 
     @property

@@ -49,6 +49,11 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def holes(self) -> frozenset[int]:
+        """Ids below vocab_size that are no token."""
+        ...
+
+    @property
     def bos_id(self) -> int | None: ...
     @property
     def eos_id(self) -> int | None:
@@ -113,7 +118,7 @@ class HuggingFaceTokenizer:
         vocabulary = self._by_name.get_vocab(with_added_tokens=True)
         self._byte_tokens = frozenset(n for name, n in vocabulary.items() if _BYTE_TOKEN.fullmatch(name))
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._holes = frozenset(range(self.vocab_size)).difference(vocabulary.values())
+        self.holes = frozenset(range(self.vocab_size)).difference(vocabulary.values())
         self.bos_id, self.eos_id, self.pad_id = boundary_ids(config, self._by_name.token_to_id)
 
     @property
@@ -148,7 +153,7 @@ class HuggingFaceTokenizer:
         return PrefixStream(self, skip_specials)
 
     def kept(self, ids: Iterable[SupportsIndex], skip_specials: bool) -> list[int]:
-        numbers = checked_ids(ids, self.vocab_size, self._holes)
+        numbers = checked_ids(ids, self.vocab_size, self.holes)
         return [n for n in numbers if n not in self._skipped] if skip_specials else numbers
 
     def is_byte_token(self, token_id: int) -> bool:

@@ -75,14 +75,15 @@ def check(args: argparse.Namespace) -> None:
     """InputError, before anything is loaded, for a flag that would have no effect, a value that is not legal, a file
     that is not there or cannot be written."""
     one, chat = args.prompt is not None and len(args.prompt) == 1, not args.ids and not args.raw
+    pictures = args.image or args.chat or args.input
     draws = args.temperature > 0, "with a --temperature above 0: without, the likeliest token is taken"
     for flag, given, fits, where in (
         ("--image", args.image, one and not args.raw, "with one --prompt, without --raw (with --chat: /image)"),
-        ("--system", args.system, chat, "in a chat: not with --ids, not with --raw"),
+        ("--system", args.system is not None, chat, "in a chat: not with --ids, not with --raw"),
         ("--no-thinking", args.no_thinking, chat, "in a chat: not with --ids, not with --raw"),
         ("--effort", args.effort != "default", chat and not args.no_thinking, "in a chat, without --no-thinking"),
-        ("--exif", args.exif, args.image or args.chat or args.input, "with pictures: --image, --chat or --input"),
-        ("--max-image-tokens", args.max_image_tokens, args.image or args.chat or args.input, "with pictures as well"),
+        ("--exif", args.exif, pictures, "with pictures: --image, --chat or --input"),
+        ("--max-image-tokens", args.max_image_tokens is not None, pictures, "with pictures, as --exif"),
         ("--raw", args.raw, args.prompt or args.input, "with --prompt or --input"),
         ("--top-k", args.top_k is not None, *draws),
         ("--top-p", args.top_p != 1, *draws),
@@ -97,6 +98,8 @@ def check(args: argparse.Namespace) -> None:
             raise InputError(f"{flag} is legal {where}")
     SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed)
     check_limits(args.max_new_tokens, args.stop)
+    if args.max_image_tokens is not None and args.max_image_tokens < 1:
+        raise InputError(f"--max-image-tokens is {args.max_image_tokens}; it must be at least 1")
     if args.batch_size < 1:
         raise InputError(f"--batch-size is {args.batch_size}; it must be at least 1")
     for flag, file in [("--image", path) for path in args.image] + ([("--input", args.input)] if args.input else []):
@@ -234,7 +237,9 @@ def as_dict(index: int, completion: Completion) -> dict[str, Any]:
     one: dict[str, Any] = {"prompt": index, "finish": completion.finish, "text": completion.text}
     if completion.reply is not None:
         message = completion.reply.message()
+        findings = [dataclasses.asdict(finding) for finding in completion.reply.findings]
         one |= {"thinking": completion.reply.thinking, "tool_calls": message.get("tool_calls")}
+        one |= {"complete": completion.reply.complete, "findings": findings or None}
     one |= {"error": completion.error}
     return {key: value for key, value in one.items() if value is not None} | {"ids": list(completion.ids)}
 
@@ -332,6 +337,8 @@ def _check_flags(args: argparse.Namespace, forms: set[str]) -> None:
         ("--raw", args.raw, ["prompt"]),
         ("--no-thinking", args.no_thinking, ["prompt", "messages"]),
         ("--effort", args.effort != "default", ["prompt", "messages"]),
+        ("--exif", args.exif, ["messages"]),
+        ("--max-image-tokens", args.max_image_tokens is not None, ["messages"]),
     ):
         if given and not forms & {*concerned}:
             raise InputError(f"{flag} has no effect: no line of {args.input} holds {' or '.join(concerned)}")
@@ -340,7 +347,7 @@ def _check_flags(args: argparse.Namespace, forms: set[str]) -> None:
 def _line_of(number: int, raw: bytes, args: argparse.Namespace) -> Line:
     """ValueError for what is not JSON, or not LEGAL."""
     try:
-        row = json.loads(raw.decode("utf-8"), object_pairs_hook=distinct)
+        row = json.loads(raw.decode("utf-8"), object_pairs_hook=distinct, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON with distinct keys: {error}") from None
     given = [form for form in FORMS if isinstance(row, dict) and form in row]
@@ -348,6 +355,10 @@ def _line_of(number: int, raw: bytes, args: argparse.Namespace) -> Line:
         raise ValueError(f"{raw.decode().strip()[:60]!r} is not {LEGAL}")
     (form,) = given
     return Line(number, form, _prompt(args, row[form]) if form == "prompt" else row[form], row.get("id"))
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _is(form: str, content: Any) -> bool:
@@ -363,5 +374,5 @@ def alone(error: str) -> str:
 
 def _json(row: dict[str, Any]) -> str:
     """Legible, unless it holds half of a surrogate pair: no file can hold that, only an escape."""
-    text = json.dumps(row, ensure_ascii=False)
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     return json.dumps(row) if re.search("[\ud800-\udfff]", text) else text

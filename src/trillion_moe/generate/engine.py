@@ -6,7 +6,7 @@ never dispatched.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from trillion_moe.sampling import Sampler, SamplingConfig
 from trillion_moe.steps import Decoding, decode_steps, prefill_step
 
 STEPS = 16  # tokens decoded at most between two looks at them
+MOST = 1 << 20  # positions of a row, prompt and new tokens together: the context of Kimi K3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,10 @@ class Prompts:
         for row, ids in enumerate(rows):
             if not len(ids):
                 raise InputError(f"prompt {row} is empty: there is no token to continue from")
-            check_tokens(model.config, np.asarray(ids)[None], first_row=row)
+            try:
+                check_tokens(model.config, np.asarray(ids)[None], first_row=row)
+            except TypeError as error:
+                raise TypeError(f"prompt {row}: {error}") from None
         lengths = np.asarray([len(ids) for ids in rows])
         segments = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int32)
         tokens = np.zeros(segments.shape, np.int32)
@@ -58,6 +62,15 @@ class Prompts:
         return int((self.segments > 0).sum(1).max())
 
 
+def check_room(prompts: Prompts, max_new_tokens: int) -> None:
+    """InputError if a prompt and its new tokens are more than MOST; names the lengths."""
+    if prompts.longest + max_new_tokens > MOST:
+        raise InputError(
+            f"the longest prompt has {prompts.longest} tokens, max_new_tokens is {max_new_tokens}: legal are {MOST}"
+            " together"
+        )
+
+
 def start(
     model: Model,
     prompts: Prompts,
@@ -66,10 +79,15 @@ def start(
     *,
     caches: Caches | None = None,
     before: Sequence[Sequence[int]] | None = None,
+    barred: Iterable[int] = (),
 ) -> Decoding:
-    """Prefill -> where decoding begins, rows rounded up. caches: of the tokens `before`, if prompts go on from some."""
+    """Prefill -> where decoding begins, rows rounded up. caches: of the tokens `before`, if prompts go on from some.
+
+    barred: ids that are never chosen.
+    """
     rows = _round(len(prompts))
-    needed = prompts.longest + max(max_new_tokens) + max((len(ids) for ids in before or ()), default=0)
+    held = max((len(ids) for ids in before or ()), default=0)
+    needed = held + prompts.longest + max(max_new_tokens) - 1  # the last new token is never entered
     if caches is None:
         caches = init_caches(model, rows, bucket(needed))
     elif needed > caches.capacity:
@@ -78,7 +96,9 @@ def start(
     logits, filled = _prefill(model, tokens, segments, caches, _features(model, prompts.images))
     idle = rows - len(prompts)
     known = [[*(before[i] if before else ()), *prompts.row(i)] for i in range(len(prompts))]
-    sampler = Sampler.of([*sampling, *[SamplingConfig()] * idle], [*known, *[[]] * idle], model.config.vocab_size)
+    sampler = Sampler.of(
+        [*sampling, *[SamplingConfig()] * idle], [*known, *[[]] * idle], model.config.vocab_size, barred
+    )
     left = jnp.asarray([*max_new_tokens, *[0] * idle], jnp.int32)
     return Decoding(logits, filled, sampler, left, jnp.zeros(rows, bool))
 

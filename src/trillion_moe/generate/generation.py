@@ -10,7 +10,7 @@ import numpy as np
 from trillion_moe.data.chat import DEFAULT_OPTIONS, ChatOptions
 from trillion_moe.data.processor import Processor
 from trillion_moe.generate import engine
-from trillion_moe.generate.output import TEXT, Completion, Piece, Row, Shown
+from trillion_moe.generate.output import Completion, Piece, Row, Shown
 from trillion_moe.generate.prompts import read_prompts
 from trillion_moe.generate.session import Session
 from trillion_moe.inputs import Images, InputError
@@ -45,7 +45,7 @@ def generate(
     eos_ids: the tokens that end a row; None = the config's and the tokenizer's, () = none.
     stop: strings that end a row; they are not part of its text.
     temperature, top_k, top_p, min_p, repetition_penalty, seed: see `SamplingConfig`; 0 = greedy. One seed for all
-        prompts or one each: the same seed gives the same text, whatever else is in the batch.
+        prompts or one each.
     chat: tools, thinking, effort and response format for message lists. specials: whether names of special tokens in
         strings become control ids.
 
@@ -96,18 +96,22 @@ def stream(
         raise InputError(f"a session holds one conversation, and there are {len(prompts)} prompts")
     stops = check_limits(max_new_tokens, stop)
     eos = _end_tokens(model, tokenizer) if eos_ids is None else tuple(eos_ids)
+    if wrong := [i for i in eos if not 0 <= i < model.config.vocab_size]:
+        raise InputError(f"eos_ids holds {wrong[0]}; token ids are 0..{model.config.vocab_size - 1}")
     read = read_prompts(prompts, tokenizer, images, chat, specials=specials)
     if stops and tokenizer is None:
         raise InputError("stop strings need text: give tokenizer=trillion_moe.load_processor(folder)")
-    seeds = [seed] * len(read.ids) if isinstance(seed, int) else list(seed)
+    seeds: Any = np.asarray(seed).tolist() if np.ndim(seed) else [np.asarray(seed).item()] * len(read.ids)
     if len(seeds) != len(read.ids):
         raise InputError(
             f"seed holds {len(seeds)} numbers for {len(read.ids)} prompts; legal is one number, or one each"
         )
     sampling = [SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty, one) for one in seeds]
     checked = engine.Prompts.of(model, read.ids, read.images)
+    engine.check_room(checked, max_new_tokens)
     rows = [Row(reader(eos), eos, stops) for reader in read.readers]
-    return _run(model, checked, sampling, rows, eos, max_new_tokens, session)
+    barred = _without_token(model, tokenizer)
+    return _run(model, checked, sampling, rows, eos, max_new_tokens, session, barred)
 
 
 def check_limits(max_new_tokens: int, stop: str | Sequence[str]) -> tuple[str, ...]:
@@ -127,6 +131,14 @@ def _end_tokens(model: Model, processor: Processor | None) -> tuple[int, ...]:
     return ends if extra is None or extra in ends else (*ends, extra)
 
 
+def _without_token(model: Model, processor: Processor | None) -> tuple[int, ...]:
+    """Ids of the model's vocabulary that the tokenizer has no token for: they could not be read."""
+    if processor is None:
+        return ()
+    tokenizer = processor.tokenizer
+    return (*sorted(tokenizer.holes), *range(tokenizer.vocab_size, model.config.vocab_size))
+
+
 def _run(
     model: Model,
     prompts: engine.Prompts,
@@ -135,9 +147,12 @@ def _run(
     eos: Sequence[int],
     max_new_tokens: int,
     session: Session | None,
+    barred: Sequence[int],
 ) -> Iterator[Piece]:
     rest, caches, before = (prompts, None, []) if session is None else session.take(model, prompts)
-    now = engine.start(model, rest, sampling, [max_new_tokens] * len(rows), caches=caches, before=[before] * len(rows))
+    now = engine.start(
+        model, rest, sampling, [max_new_tokens] * len(rows), caches=caches, before=[before] * len(rows), barred=barred
+    )
     open_rows, steps = set(range(len(rows))), 1  # the first token is shown as soon as it is there
     made: list[int] = []  # of row 0, and whether the last one is in the caches
     fed = failed = False
@@ -149,7 +164,7 @@ def _run(
         for i in sorted(open_rows):
             for token in tokens[i][tokens[i] >= 0].tolist():
                 if rows[i].finish is None:
-                    yield from _pieces(i, rows[i].push(token), token)
+                    yield from _pieces(i, rows[i], rows[i].push(token), token)
             if rows[i].finish or not left[i]:
                 open_rows.discard(i)
                 left[i] = 0  # behind a stop string it would go on
@@ -159,9 +174,9 @@ def _run(
         session.keep(model, now.caches, [*prompts.row(0), *(made if fed else made[:-1])], prompts.images)
 
 
-def _pieces(i: int, shown: Shown, token: int) -> Iterator[Piece]:
+def _pieces(i: int, row: Row, shown: Shown, token: int) -> Iterator[Piece]:
     """At least one, which brings the token."""
-    (channel, text), *more = shown or [(TEXT, "")]
+    (channel, text), *more = shown or [(row.channel, "")]
     yield Piece(i, text, channel, (token,))
     yield from (Piece(i, text, channel) for channel, text in more)
 
@@ -170,4 +185,4 @@ def _end(i: int, row: Row, *, failed: bool, limit: int) -> Iterator[Piece]:
     where = f"prompt {i}: logits are not finite at new token {len(row.ids)} (of {limit})"
     shown, completion = row.end("error", where) if failed and row.finish is None else row.end("length")
     yield from (Piece(i, text, channel) for channel, text in shown)
-    yield Piece(i, "", completion=completion)
+    yield Piece(i, "", row.channel, completion=completion)

@@ -82,12 +82,16 @@ class PlainText:
 
 
 class ChatText:
-    """The channels of a reply in a chat."""
+    """The channels of a reply in a chat. An end token that the format itself does not know is no text of it."""
 
-    def __init__(self, tokenizer: Tokenizer, parser: StreamParser):
+    def __init__(self, tokenizer: Tokenizer, parser: StreamParser, eos_ids: Iterable[int]):
         self._pieces, self._parser = PieceStream(tokenizer), parser
+        own = {tokenizer.specials[name] for name in parser.ends if name in tokenizer.specials}
+        self._foreign_ends = frozenset(eos_ids) - own
 
     def push(self, token_id: int) -> Shown:
+        if token_id in self._foreign_ends:
+            return self.finish()
         return [shown for piece in self._pieces.push(token_id) for shown in self._parser.push(*piece)]
 
     def finish(self) -> Shown:
@@ -144,6 +148,7 @@ class Row:
         self.ids: list[int] = []
         self.finish: Finish | None = None  # once the row has ended
         self._reader, self._eos, self._stop = reader, frozenset(eos_ids), StopStrings(stop)
+        self.channel = TEXT  # of the latest text
         self._text: dict[str, str] = {}
 
     def push(self, token_id: int) -> Shown:
@@ -166,10 +171,13 @@ class Row:
         if reply is not None and finish == "stop":
             thinking = None if reply.thinking is None else self._text.get("think", "")
             reply = dataclasses.replace(reply, thinking=thinking, answer=self._text.get(ANSWER, ""))
+        if reply is not None and finish == "eos":
+            reply = dataclasses.replace(reply, complete=True)
         text = None if isinstance(self._reader, IdsOnly) else self._text.get(TEXT if reply is None else ANSWER, "")
         return shown, Completion(tuple(self.ids), text, finish, reply, error)
 
     def _keep(self, shown: Shown) -> Shown:
         for channel, text in shown:
+            self.channel = channel
             self._text[channel] = self._text.get(channel, "") + text
         return shown

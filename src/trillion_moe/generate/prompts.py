@@ -70,7 +70,7 @@ def _read(prompt: Any, form: str, index: int, processor: Processor | None, optio
         if form == "text":
             return processor.text(prompt, specials=specials).ids, None, plain
         parser, encoded = processor.format.parser(options), processor.messages(prompt, options)
-        return encoded.ids, encoded.patches, lambda eos_ids: ChatText(processor.tokenizer, parser)
+        return encoded.ids, encoded.patches, lambda eos_ids: ChatText(processor.tokenizer, parser, eos_ids)
     except ChatError as error:
         raise ChatError(f"prompt {index}: {error.where}", error.what) from error
     except (ImageError, TokenizerError) as error:

@@ -1,7 +1,9 @@
 """A conversation that goes on: the caches of what was said, used again only by a prompt that begins with all of it."""
 
 import hashlib
+from typing import Any
 
+import jax
 import numpy as np
 
 from trillion_moe.generate.engine import Prompts
@@ -19,7 +21,7 @@ class Session:
 
     def __init__(self) -> None:
         self.reused = 0
-        self._model: Model | None = None
+        self._weights: list[Any] = []
         self._caches: Caches | None = None
         self._ids: list[int] = []
         self._pictures: list[bytes] = []
@@ -30,19 +32,38 @@ class Session:
         The caches are the caller's from here on; `keep` gives new ones back.
         """
         caches, self._caches = self._caches, None
-        ids, pictures = prompts.row(0), _digests(prompts.images)
         held, seen = len(self._ids), len(self._pictures)
-        goes_on = ids[:held] == self._ids and len(ids) > held and pictures[:seen] == self._pictures
-        if caches is None or model is not self._model or not goes_on:
+        if caches is None or not self._begins(model, prompts):
             self.reused = 0
             return prompts, None, []
         self.reused = held
         rest = Prompts(prompts.tokens[:, held:], prompts.segments[:, held:], _without(prompts.images, seen))
         return rest, caches, self._ids
 
+    def _begins(self, model: Model, prompts: Prompts) -> bool:
+        """Whether the prompt begins with what is held, under the same arrays of weights.
+
+        A placeholder that the model wrote itself stands for no picture: then the pictures left do not fit what is left.
+        """
+        ids, pictures = prompts.row(0), _digests(prompts.images)
+        held, seen, media = len(self._ids), len(self._pictures), model.config.media_id
+        weights = jax.tree.leaves(model)
+        if len(weights) != len(self._weights) or any(a is not b for a, b in zip(weights, self._weights, strict=True)):
+            return False
+        rest = _without(prompts.images, seen)
+        vision = model.config.vision
+        wanted = sum(rest.tokens_per_item(vision)) if rest is not None and vision is not None else 0
+        return (
+            len(ids) > held
+            and ids[:held] == self._ids
+            and pictures[:seen] == self._pictures
+            and (media is None or ids[held:].count(media) == wanted)
+        )
+
     def keep(self, model: Model, caches: Caches, ids: list[int], images: ImageBatch | None) -> None:
         """The caches hold exactly these tokens and pictures, in row 0."""
-        self._model, self._caches, self._ids, self._pictures = model, caches, ids, _digests(images)
+        self._weights, self._caches = jax.tree.leaves(model), caches
+        self._ids, self._pictures = ids, _digests(images)
 
 
 def _digests(images: ImageBatch | None) -> list[bytes]:

@@ -1,0 +1,109 @@
+"""Checkpoints of a training run: everything that the next step needs, complete or not there.
+
+    OUTPUT/checkpoints/00000120/arrays/     Orbax: trainable weights and optimizer state, by path
+    OUTPUT/checkpoints/00000120/state.json  written last: step, data position, best loss, the run's configuration
+
+A checkpoint is verified by reading it back before an older one is removed.
+"""
+
+import json
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trillion_moe.checkpoint.atomic import new_folder, write_text
+from trillion_moe.checkpoint.errors import CheckpointError
+
+FOLDER, ARRAYS, STATE = "checkpoints", "arrays", "state.json"
+SUMS = "crc32"  # in the state: of the bytes of every array, which Orbax does not check
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint on disk. state: what was saved beside the arrays."""
+
+    folder: Path
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+
+def save(output: Path, arrays: Any, state: Mapping[str, Any], *, keep: int, best: int | None) -> Saved:
+    """Write the checkpoint of ``state["step"]``, then remove all but the last `keep` and the one of step `best`."""
+    import orbax.checkpoint as ocp
+
+    _remove_unfinished(output)
+    by_path = _by_path(arrays)
+    state = {**state, SUMS: _checksums(by_path)}
+    folder = output / FOLDER / f"{state['step']:08d}"
+    with new_folder(folder) as temporary:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save((temporary / ARRAYS).absolute(), by_path)
+        write_text(temporary / STATE, json.dumps(state, indent=1) + "\n")
+    saved = Saved(folder, state)
+    restore(saved, arrays)
+    for old in found(output)[:-keep]:
+        if old.step != best:
+            (old.folder / STATE).unlink()  # first, so that what a kill leaves of the folder is no checkpoint
+            shutil.rmtree(old.folder)
+    return saved
+
+
+def found(output: Path) -> list[Saved]:
+    """The complete checkpoints of a run, oldest first. What a killed save left behind is passed over.
+
+    Raises CheckpointError for a state that cannot be read.
+    """
+    folders = sorted((output / FOLDER).glob("[0-9]*")) if (output / FOLDER).is_dir() else []
+    return [Saved(folder, _state(folder)) for folder in folders if (folder / STATE).is_file()]
+
+
+def restore(saved: Saved, like: Any) -> Any:
+    """The arrays of a checkpoint, in the tree of `like`, bit for bit. CheckpointError if they do not fit it, or are not
+    what was saved."""
+    import orbax.checkpoint as ocp
+
+    paths = _by_path(like)
+    target = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for path, a in paths.items()}
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.restore((saved.folder / ARRAYS).absolute(), target)
+    except Exception as error:  # Orbax raises many kinds for an incomplete folder
+        raise CheckpointError(saved.folder, [f"Orbax cannot restore: {type(error).__name__}: {error}"]) from error
+    sums = _checksums(arrays)
+    if spoilt := [path for path in paths if sums[path] != saved.state[SUMS][path]]:
+        raise CheckpointError(saved.folder, [f"{path} has other values than were saved" for path in spoilt])
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in paths])
+
+
+def _state(folder: Path) -> Mapping[str, Any]:
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(folder, [f"{STATE} is not JSON: {error}"]) from None
+    if not isinstance(state, dict) or not {"step", SUMS} <= state.keys():
+        raise CheckpointError(folder, [f"{STATE} has no 'step' or no {SUMS!r}: no checkpoint of a training run"])
+    return state
+
+
+def _remove_unfinished(output: Path) -> None:
+    """What killed processes left of a save or of a removal, hidden or not."""
+    for folder in (output / FOLDER).glob("*") if (output / FOLDER).is_dir() else ():
+        if (folder.is_dir() and not (folder / STATE).is_file()) or ".unfinished-" in folder.name:
+            shutil.rmtree(folder)
+
+
+def _by_path(tree: Any) -> dict[str, jax.Array]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    return {path: zlib.crc32(np.asarray(array).tobytes()) for path, array in arrays.items()}

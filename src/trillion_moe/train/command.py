@@ -1,0 +1,130 @@
+"""`trillion-moe train`: a configuration and data to an adapter, or to a checkpoint where every weight is trained."""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trillion_moe.checkpoint import export_adapter
+from trillion_moe.checkpoint import save as save_folder
+from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.data.build import build_examples
+from trillion_moe.data.examples import Examples
+from trillion_moe.data.processor import Processor, load_processor
+from trillion_moe.data.report import decode_marked, statistics
+from trillion_moe.data.rows import DataError, read_rows
+from trillion_moe.model import Model
+from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
+from trillion_moe.train.report import picture
+from trillion_moe.train.trainer import Trainer
+from trillion_moe.transforms import add_lora, count_by_group, partition
+from trillion_moe.transforms.targets import places
+
+SHOWN = 2  # examples that a dry run prints
+ADAPTER, MODEL = "adapter", "model"
+SIGNALLED = 128  # and the signal's number: what a shell reports of a program that it has ended
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, metavar="NAME | FILE.py | FILE.json", help="of the run")
+    parser.add_argument("--data", metavar="FILE.jsonl", help="the same as --set data=FILE.jsonl")
+    parser.add_argument("--model", metavar="FOLDER", help="the same as --set model=FOLDER")
+    parser.add_argument("--output", metavar="FOLDER", help="the same as --set output=FOLDER")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD.FIELD=VALUE", help="may be repeated")
+    parser.add_argument("--dry-run", action="store_true", help="check all of it, print what would be done, and end")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def configuration(args: argparse.Namespace) -> RunConfig:
+    given = {name: getattr(args, name) for name in ("data", "model", "output")}
+    paths = [f"{name}={json.dumps(path)}" for name, path in given.items() if path is not None]
+    config = load_run_config(args.config, [*paths, *args.set])
+    if missing := [name for name in given if not getattr(config, name)]:
+        raise RunConfigError(f"{args.config} does not say {' and '.join(missing)}: give --{' --'.join(missing)}")
+    return config
+
+
+def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
+    """-> 0; 143 or 130 after SIGTERM or SIGINT, with a checkpoint to go on from. load: `api.load`."""
+    config = configuration(args)
+    output = Path(config.output)
+    done = output / (MODEL if config.lora is None else ADAPTER)
+    if done.exists():
+        raise CheckpointError(output, [f"{done.name} is there: this run has ended; choose another output"])
+    model = load(config.model, dtype=config.dtype)
+    processor = load_processor(config.model, model.config)
+    train, held_out = _examples(config, model, processor)
+    model = _adapted(model, config)
+    print(statistics(train), file=sys.stderr)
+    if args.dry_run:
+        _describe(model, config, train, processor)
+        return 0
+    output.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(model, config, train, held_out)
+    (output / "config.json").write_text(to_json(config), encoding="utf-8")
+    if trainer.step:
+        print(f"goes on behind update {trainer.step} of {trainer.total}", file=sys.stderr)
+    result = trainer.run(quiet=args.quiet)
+    if result.signal is not None:
+        return SIGNALLED + result.signal
+    (save_folder if config.lora is None else export_adapter)(done, result.model)
+    picture(output)
+    print(done)
+    return 0
+
+
+def _examples(config: RunConfig, model: Model, processor: Processor) -> tuple[Examples, Examples | None]:
+    def build(rows: Any) -> Examples:
+        return build_examples(rows, processor, model.config, config.examples)
+
+    rows = read_rows(config.data)
+    if config.eval_data is not None:
+        return build(rows), build(read_rows(config.eval_data))
+    if not config.eval_rows:
+        return build(rows), None
+    if config.eval_rows >= len(rows):
+        raise DataError(config.data, [f"eval_rows = {config.eval_rows} of {len(rows)} rows leaves none to train on"])
+    return build(rows[: -config.eval_rows]), build(rows[-config.eval_rows :])
+
+
+def _adapted(model: Model, config: RunConfig) -> Model:
+    if config.lora is not None:
+        return add_lora(model, config.lora, jax.random.key(config.seed))
+    if model.config.quantization is not None:
+        raise CheckpointError(config.model, ["its experts are packed: train adapters (lora), or decode them first"])
+    return model
+
+
+def _describe(model: Model, config: RunConfig, train: Examples, processor: Processor) -> None:
+    """What the run would do, on standard output: configuration, parameters and bytes, the first examples."""
+    print(to_json(config), end="")
+    trainable, frozen = (jax.tree.leaves(part) for part in partition(model, trainable=_what(config)))
+    held = {"trainable": trainable, "frozen": frozen, "optimizer (two moments)": [*trainable, *trainable]}
+    for name, arrays in held.items():
+        print(f"{name:24} {sum(a.size for a in arrays):16,} numbers {sum(a.nbytes for a in arrays):16,} bytes")
+    if config.lora is None:
+        for group, count in _sizes(model).items():
+            print(f"of {group:21} {count:16,} numbers")
+    else:
+        for group, (matrices, parameters) in count_by_group(model).items():
+            print(f"adapters on {group:16} {matrices:10,} matrices {parameters:12,} parameters")
+    for example in train.items[:SHOWN]:
+        print(f"\n--- line {example.line}: {int(example.mask.sum()):,} of {len(example.ids):,} tokens supervised")
+        print(decode_marked(example, processor.tokenizer))
+
+
+def _sizes(model: Model) -> Counter[str]:
+    """Numbers by group of matrices; what is in none of them together."""
+    counts: Counter[str] = Counter()
+    for place in places(model)[0]:
+        counts[place.group or "all else"] += place.leaf.size
+    return counts
+
+
+def _what(config: RunConfig) -> Any:
+    return "all" if config.lora is None else "lora"

@@ -1,0 +1,277 @@
+"""The loop of a run: windows of batches to updates, evaluation, checkpoints; killed anywhere, it goes on."""
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.data.examples import Examples
+from trillion_moe.data.loader import Batch, Batches, Loader
+from trillion_moe.layers.vision import ImageBatch
+from trillion_moe.model import Model, bucket, loss_sum
+from trillion_moe.run_config import RunConfig, RunConfigError
+from trillion_moe.steps import grad_step, update_step
+from trillion_moe.train import checkpoints
+from trillion_moe.train.optimizer import check_eps, make_optimizer, schedule
+from trillion_moe.train.report import Report
+from trillion_moe.transforms import combine, partition
+from trillion_moe.transforms.dropout import drop_inputs
+
+
+class NotFiniteError(FloatingPointError):
+    """A loss or gradient that is not finite, with the update and its rows. No checkpoint was written from it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """model: of the best evaluation, or the last one without evaluations. step: the update it comes from. signal: what
+    ended the run, which goes on when it is started again; None = it has finished."""
+
+    model: Model
+    step: int
+    signal: int | None = None
+
+
+Pass = tuple[list[int], jax.Array]
+"""The lines of the file that one batch holds, and its loss."""
+
+
+class Trainer:
+    """One run over a model that has its adapters already. It begins where the latest checkpoint in the output ended.
+    The model's trained arrays are given up: updates take their memory.
+
+    Raises: RunConfigError for an output that holds a run of another configuration, and for an eps that is 0 in a dtype
+        that is trained; CheckpointError for a latest checkpoint that cannot be restored.
+    """
+
+    def __init__(self, model: Model, config: RunConfig, train: Examples, held_out: Examples | None):
+        t = config.train
+        self.config, self.output = config, Path(config.output)
+        self.trainable, self.frozen = partition(model, trainable="all" if config.lora is None else "lora")
+        self.loader = _loader(train, config, seed=config.seed, epochs=None if t.steps else t.epochs)
+        self.held_out = None if held_out is None else _loader(held_out, config, seed=None, epochs=1)
+        self.batches: Batches = iter(self.loader)
+        self.total = t.steps or -(-self.loader.batches_per_epoch * t.epochs // t.accumulate)
+        check_eps(config.optimizer, self.trainable)
+        self.optimizer = make_optimizer(config.optimizer, self.total)
+        self.lr = schedule(config.optimizer, self.total)
+        self.opt_state = self.optimizer.init(self.trainable)
+        self.step, self.tokens, self.stale = 0, 0, 0
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self.saved_step: int | None = None
+        self.dropped = len(train.dropped)
+        self._signal: int | None = None
+        self._resume()
+
+    def run(self, *, quiet: bool = False) -> Result:
+        """Raises NotFiniteError. SIGTERM and SIGINT save a checkpoint behind the update at hand and end the run."""
+        report = Report(self.output, start=self.step, total=self.total, dropped=self.dropped, quiet=quiet)
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            while self.step < self.total and not self._is_stale():
+                self._one(report)
+                if self._signal is not None:
+                    self.save()
+                    report.say(f"signal {self._signal}: checkpoint of update {self.step} saved; start again to go on")
+                    return Result(combine(self.trainable, self.frozen), self.step, self._signal)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            report.close()
+        return self._best()
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    def _one(self, report: Report) -> None:
+        """An update, then evaluation and checkpoint where they are due."""
+        began, t, last = time.perf_counter(), self.config.train, self.step + 1 == self.total
+        grads, sums, passes = self._window()
+        self.trainable, self.opt_state, metrics = _update(self.optimizer, self.trainable, self.opt_state, grads, sums)
+        found = {name: float(metrics[name]) for name in ("loss", "accuracy", "grad_norm")}
+        if not np.isfinite([found["loss"], found["grad_norm"]]).all():
+            raise NotFiniteError(
+                f"update {self.step + 1}: loss {found['loss']}, gradient norm {found['grad_norm']}, over lines "
+                f"{_suspects(passes)} of {self.config.data}; nothing was updated, the last checkpoint stands"
+            )
+        count, self.step = int(metrics["tokens"]), self.step + 1
+        self.tokens += count
+        seconds = time.perf_counter() - began
+        found |= {"lr": float(np.asarray(self.lr(self.step - 1))), "tokens": count, "tokens_per_s": count / seconds}
+        report.line("train", self.step, found, metrics.get("expert_counts"))
+        if self.held_out is not None and (last or _due(self.step, t.eval_every)):
+            report.line("eval", self.step, self._evaluated())
+        if last or _due(self.step, t.save_every) or self.best_step == self.step or self._is_stale():
+            self.save()
+
+    def _window(self) -> tuple[Any, Any, list[Pass]]:
+        """Summed gradients and sums of the next `accumulate` batches, fewer at the end of the data."""
+        grads: Any = None
+        sums: Any = None
+        passes: list[Pass] = []
+        for _ in range(self.config.train.accumulate):
+            number = self.batches.position
+            batch = next(self.batches, None)
+            if batch is None:
+                break
+            key = jax.random.fold_in(jax.random.key(self.config.seed), number)
+            t = self.config.train
+            new = _gradients(self.trainable, self.frozen, on_device(batch), key, remat=t.remat, dropout=t.dropout)
+            passes.append((_lines(batch), new[1]["loss"]))
+            grads, sums = new if grads is None else _add(grads, sums, new)
+        return grads, sums, passes
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def _evaluated(self) -> dict[str, float]:
+        """Mean loss over all held-out tokens; keeps count of the best."""
+        assert self.held_out is not None
+        passes, sums = [], []
+        for batch in self.held_out:
+            sums.append(_evaluation(self.trainable, self.frozen, on_device(batch)))
+            passes.append((_lines(batch), sums[-1][0]))
+        total, tokens, correct = (float(sum(x)) for x in zip(*sums, strict=True))
+        loss = total / tokens
+        if not np.isfinite(loss):
+            raise NotFiniteError(
+                f"evaluation behind update {self.step}: loss {loss}, over lines {_suspects(passes)} of "
+                f"{self.held_out.examples.path}; no checkpoint of this update was written, the last one stands"
+            )
+        if self.best is None or loss < self.best:
+            self.best, self.best_step, self.stale = loss, self.step, 0
+        else:
+            self.stale += 1
+        return {"loss": loss, "accuracy": correct / tokens, "best": self.best}
+
+    def _is_stale(self) -> bool:
+        return self.config.train.patience is not None and self.stale >= self.config.train.patience
+
+    def _best(self) -> Result:
+        if self.best_step is None or self.best_step == self.step:
+            return Result(combine(self.trainable, self.frozen), self.step)
+        saved = {saved.step: saved for saved in checkpoints.found(self.output)}
+        if self.best_step not in saved:
+            raise CheckpointError(self.output, [f"the checkpoint of update {self.best_step}, the best one, is gone"])
+        trainable, _ = checkpoints.restore(saved[self.best_step], (self.trainable, self.opt_state))
+        return Result(combine(trainable, self.frozen), self.best_step)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint of the last update, unless there is one."""
+        if self.saved_step == self.step:
+            return
+        names = ("step", "tokens", "best", "best_step", "stale")
+        state = {name: getattr(self, name) for name in names} | {"data": self.batches.get_state()}
+        state["config"] = comparable(self.config)
+        arrays = (self.trainable, self.opt_state)
+        checkpoints.save(self.output, arrays, state, keep=self.config.train.keep, best=self.best_step)
+        self.saved_step = self.step
+
+    def _resume(self) -> None:
+        saved = checkpoints.found(self.output)
+        if not saved:
+            return
+        latest, ours = saved[-1], comparable(self.config)
+        if different := sorted(
+            k for k in {*ours, *latest.state["config"]} if ours.get(k) != latest.state["config"].get(k)
+        ):
+            was = ", ".join(f"{k} was {latest.state['config'].get(k)!r}, is {ours.get(k)!r}" for k in different)
+            raise RunConfigError(f"{self.output} holds a run of another configuration: {was}; choose another output")
+        self.trainable, self.opt_state = checkpoints.restore(latest, (self.trainable, self.opt_state))
+        for name in ("step", "tokens", "best", "best_step", "stale"):
+            setattr(self, name, latest.state[name])
+        self.batches.set_state(latest.state["data"])
+        self.saved_step = self.step
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._signal = number
+
+
+def comparable(config: RunConfig) -> dict[str, Any]:
+    """What must be the same for a run to go on, flat and as JSON gives it back: all but where it lies and how often it
+    is saved."""
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                walk(inner, f"{name}.{key}" if name else key)
+        elif name not in ("output", "train.save_every", "train.keep"):
+            flat[name] = value
+
+    walk(json.loads(json.dumps(dataclasses.asdict(config))), "")
+    return flat
+
+
+def _lines(batch: Batch) -> list[int]:
+    return [line for row in batch["rows"] for line in row]
+
+
+def _suspects(passes: Sequence[Pass]) -> str:
+    """The lines of the batches whose loss is not finite; of all if none is, and the gradient alone was not."""
+    bad = [lines for lines, loss in passes if not np.isfinite(float(loss))] or [lines for lines, _ in passes]
+    return ", ".join(str(line) for lines in bad for line in lines)
+
+
+# What is compiled, once for all runs of a process that have one shape.
+
+
+@partial(jax.jit, static_argnames=("remat", "dropout"))
+def _gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat: bool, dropout: float):
+    """`grad_step` under dropout, which is part of the function that is differentiated."""
+    if not dropout:
+        return grad_step(trainable, frozen, batch, remat=remat)
+    dropped, back = jax.vjp(lambda t: drop_inputs(t, key, dropout), trainable)
+    grads, sums = grad_step(dropped, frozen, batch, remat=remat)
+    return back(grads)[0], sums
+
+
+@jax.jit
+def _evaluation(trainable: Any, frozen: Any, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    total, sums = loss_sum(combine(trainable, frozen), batch, remat=False)
+    return total, sums["tokens"], sums["correct"]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
+    return jax.tree.map(jnp.add, (grads, sums), new)
+
+
+_update = partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))(update_step)
+
+
+def on_device(batch: Batch) -> dict[str, Any]:
+    """A batch as `model.loss_sum` takes it."""
+    images = None if batch["patches"] is None else ImageBatch(batch["patches"], batch["grids"])
+    return {name: jnp.asarray(batch[name]) for name in ("tokens", "segments", "loss_mask")} | {"images": images}
+
+
+def _loader(examples: Examples, config: RunConfig, *, seed: int | None, epochs: int | None) -> Loader:
+    """Rows are as long as powers of two from 64 on, so that few programs are compiled; max_length is the greatest."""
+    longest = max(len(item.ids) for item in examples.items)
+    top = config.examples.max_length or bucket(longest)
+    lengths = [length for length in _powers(top) if length < top] + [top]
+    return Loader(
+        examples, batch_size=config.train.batch_size, lengths=lengths, seed=seed, epochs=epochs, pack=config.train.pack
+    )
+
+
+def _powers(limit: int) -> Iterator[int]:
+    power = 64
+    while power < limit:
+        yield power
+        power *= 2
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
