@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from trillion_moe import checkpoint
 from trillion_moe import model as _model
@@ -152,7 +153,9 @@ _loss = jax.jit(_model.loss, static_argnames="remat")
 _traced = jax.jit(_trace.trace)
 
 
-def forward(model: Model, tokens_BT: Any, *, segments: Any = None, images: Images = None, caches: Caches | None = None):
+def forward(
+    model: Model, tokens_BT: Any, *, segments: Any = None, images: Images = None, caches: Caches | None = None
+) -> tuple[Float[jax.Array, "B T V"], Caches]:
     """-> logits float32 ``[B, T, V]`` and the caches after these tokens, to be handed to the next call.
 
     tokens_BT: integer ids. segments: ``[B, T]``, 0 = padding (anywhere; its logits mean nothing), 1, 2, ... =
@@ -181,7 +184,9 @@ def _check_continuation(tokens_BT: np.ndarray, segments: np.ndarray | None, cach
             )
 
 
-def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss(
+    model: Model, batch: Mapping[str, Any], *, remat: bool = True
+) -> tuple[Float[jax.Array, ""], dict[str, jax.Array]]:
     """Mean next-token cross-entropy in float32, and metrics; see `trillion_moe.model.loss` for what a batch holds.
 
     Raises InputError for an unknown key and, outside JAX transformations, for inputs that do not fit or a batch in

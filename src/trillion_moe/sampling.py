@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int32
 
 from trillion_moe.inputs import InputError
 
@@ -113,7 +114,7 @@ class Sampler:
         )
 
 
-def choose(logits_BV: jax.Array, sampler: Sampler) -> tuple[jax.Array, Sampler]:
+def choose(logits_BV: Float[jax.Array, "B V"], sampler: Sampler) -> tuple[Int32[jax.Array, "B"], Sampler]:
     """-> the next token of every row, int32 [B], and the sampler that knows of it."""
     logits_BV = logits_BV.astype(jnp.float32)
     if sampler.barred is not None:

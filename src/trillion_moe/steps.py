@@ -8,16 +8,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jaxtyping import Bool, Float, Integer
 
 from trillion_moe.layers.vision import Features
 from trillion_moe.model import Caches, Model, embed, loss_sum, trunk, unembed
 from trillion_moe.sampling import Sampler, choose
 from trillion_moe.transforms import combine
 
+Array = jax.Array | np.ndarray
 
-def prefill_step(model: Model, tokens_BT, segments_BT, caches: Caches, features: Features | None = None):
+
+def prefill_step(
+    model: Model,
+    tokens_BT: Integer[Array, "B T"],
+    segments_BT: Integer[Array, "B T"] | None,
+    caches: Caches,
+    features: Features | None = None,
+) -> tuple[Float[jax.Array, "B V"], Caches]:
     """Enter prompts, or a piece of them, into the caches -> logits float32 [B, V] after each row's last token, caches.
 
     segments_BT: int32, 0 = padding, which stands at the end of a row; None without padding. features: of the pictures
@@ -31,7 +41,9 @@ def prefill_step(model: Model, tokens_BT, segments_BT, caches: Caches, features:
     return unembed(model, hidden_BD), caches
 
 
-def decode_step(model: Model, token_B, active_B, caches: Caches):
+def decode_step(
+    model: Model, token_B: Integer[Array, "B"], active_B: Bool[Array, "B"], caches: Caches
+) -> tuple[Float[jax.Array, "B V"], Caches]:
     """One more token per active row -> logits float32 [B, V], caches. Rows that are not active change nothing."""
     segments_B1 = jnp.where(active_B, jnp.maximum(caches.segment, 1), 0)[:, None]
     hidden_B1D, caches, *_ = trunk(model, embed(model, token_B[:, None]), segments_B1, caches)
