@@ -165,4 +165,11 @@ def test_inspect_against_what_was_packed(goldens, tmp_path, capsys) -> None:
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "layers.1.block_sparse_moe.experts.3.w1.weight_packed: root mean square" in printed.err
-    assert "4 times that of the original" in printed.err
+    assert "4 times as much" in printed.err
+
+
+def test_against_needs_packed_experts(goldens, capsys) -> None:
+    folder = str(goldens / "kimi_k3" / "a")
+    for against in (folder, ""):
+        assert main(["inspect", folder, "--against", against]) == 1
+        assert "--against is for a folder of packed experts" in capsys.readouterr().err

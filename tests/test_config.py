@@ -292,7 +292,7 @@ REFUSED: list[tuple[str, Edit, tuple[str, ...]]] = [
     (K3, {"media_placeholder_token_id": ABSENT}, ("media_placeholder_token_id",)),
     # types and ranges
     (K3, {TEXT + "hidden_size": "64"}, ("text_config.hidden_size = '64'", "an integer >= 1")),
-    (K3, {TEXT + "num_experts": True}, ("text_config.num_experts = True", "an integer >= 1")),
+    (K3, {TEXT + "num_experts": True}, ("text_config.num_experts = True", "an integer from 1 to 100000")),
     (K3, {TEXT + "num_hidden_layers": 8.0}, ("text_config.num_hidden_layers = 8.0",)),
     (K3, {TEXT + "rms_norm_eps": float("nan")}, ("text_config.rms_norm_eps = nan", "a finite number > 0")),
     (K3, {TEXT + "q_lora_rank": 0}, ("text_config.q_lora_rank = 0", "an integer >= 1 or null")),

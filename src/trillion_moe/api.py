@@ -1,6 +1,7 @@
 """The public names: `import trillion_moe as tm`."""
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -120,15 +121,28 @@ def _build(cfg: ModelConfig, dtype: str, segments) -> Model:
     )
 
 
-def save(path: str | Path, model: Model, *, format: Format = "hf") -> None:  # noqa: A002
-    """Write a model to a new folder: "hf", as it was read, bit for bit; "orbax", with adapters and whatever it holds.
+def save(
+    path: str | Path,
+    model: Model,
+    *,
+    format: Format = "hf",  # noqa: A002
+    beside: str | Path | None = None,
+) -> None:
+    """Write a model to a new folder: "hf", config and tensors as they were read, bit for bit; "orbax", with adapters
+    and whatever it holds.
+
+    beside: a checkpoint's folder whose other files are copied too, so that the new one can be asked in words:
+    tokenizer, chat template, settings of pictures and of generation.
 
     Raises CheckpointError if the folder exists or the model has what the format cannot hold. Nothing half-written is
     ever loaded.
     """
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}; legal are {', '.join(get_args(Format))}")
+    files = [] if beside is None else checkpoint.files_beside(beside)
     (checkpoint.save if format == "hf" else checkpoint.save_orbax)(path, model)
+    for file in files:
+        shutil.copyfile(file, Path(path) / file.name)
 
 
 def export_adapter(path: str | Path, model: Model, *, names: Literal["peft", "release"] = "peft") -> None:

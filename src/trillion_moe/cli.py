@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from trillion_moe import __version__, api
-from trillion_moe.checkpoint import compare_experts
+from trillion_moe.checkpoint import compare_experts, is_orbax
 from trillion_moe.data import command as data_command
 from trillion_moe.data.chat import ChatError
 from trillion_moe.data.image_files import ImageError
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
     generate = verbs.add_parser("generate", help="answer prompts of text, pictures or token ids")
     command.add_arguments(generate)
+    generate.add_argument("--adapter", metavar="FOLDER", help="adapters to put on top, as `train` or PEFT wrote them")
     generate.set_defaults(run=_generate)
     data = verbs.add_parser("data", help="what a file of conversations becomes: figures, supervised spans, bad rows")
     data_command.add_arguments(data)
@@ -96,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(args: argparse.Namespace) -> int:
     """Parameters and bytes by group; loading has audited every tensor."""
     model = api.load(args.folder)
-    if args.against:
+    if args.against is not None:
+        if model.config.quantization is None or is_orbax(args.folder):
+            raise api.InputError(f"--against is for a folder of packed experts; {args.folder} holds {model.dtype} ones")
         plain = api.Model(dataclasses.replace(model.config, quantization=None))
         if findings := compare_experts(plain, args.folder, args.against):
             raise api.CheckpointError(args.folder, findings)
@@ -140,7 +143,8 @@ def place_group(name: str) -> str:
 
 def _generate(args: argparse.Namespace) -> int:
     command.check(args)
-    return command.run(args, api.load(args.folder, dtype=args.dtype))
+    model = api.load(args.folder, dtype=args.dtype)
+    return command.run(args, model if args.adapter is None else api.load_adapter(model, args.adapter))
 
 
 def _data(args: argparse.Namespace) -> int:

@@ -233,7 +233,7 @@ class ModelConfig:
         path = path / "config.json" if path.is_dir() else path
         try:
             data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=cj.distinct)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(str(path), [f"not a JSON object with distinct keys: {error}"]) from None
         return cls.from_json(data, where=str(path))
 
@@ -380,7 +380,7 @@ _KEYS = (
         default="float32"),
     key("vocab_size", INT1, "text:vocab_size"),
     key("hidden_size", INT1, "text:hidden_size"),
-    key("num_layers", INT1, "text:num_hidden_layers"),
+    key("num_layers", codecs.LAYERS, "text:num_hidden_layers"),
     key("dense_hidden_size", INT1, "text:intermediate_size"),
     Key("attention", (Spelling((_KDA + "kda_layers", _KDA + "full_attn_layers"), codecs.layer_lists("kda", "mla")),
                       Spelling(("text:layer_types",), _KINDS, False))),
@@ -412,7 +412,7 @@ _KEYS = (
     key("mla.v_head_dim", INT1, "text:v_head_dim"),
     key("mla.output_gate", BOOL, "text:mla_use_output_gate", default=False),
     key("mla.lora_norm_eps", POSITIVE, "ours:mla.lora_norm_eps", default=1e-6),
-    key("moe.num_experts", INT1, "text:num_experts", alt=("text:num_local_experts",)),
+    key("moe.num_experts", codecs.EXPERTS, "text:num_experts", alt=("text:num_local_experts",)),
     key("moe.top_k", INT1, "text:num_experts_per_token", alt=("text:num_experts_per_tok",)),
     key("moe.hidden_size", INT1, "text:moe_intermediate_size"),
     key("moe.latent_size", optional(INT1), "text:routed_expert_hidden_size", default=None),
@@ -423,7 +423,7 @@ _KEYS = (
     key("moe.num_groups", INT1, "text:num_expert_group", alt=("text:n_group",), default=1),
     key("moe.topk_groups", INT1, "text:topk_group", default=1),
     key("vision.hidden_size", INT1, "vision:vt_hidden_size"),
-    key("vision.num_layers", INT1, "vision:vt_num_hidden_layers"),
+    key("vision.num_layers", codecs.LAYERS, "vision:vt_num_hidden_layers"),
     key("vision.num_heads", INT1, "vision:vt_num_attention_heads"),
     key("vision.qkv_size", INT1, "vision:qkv_hidden_size"),
     key("vision.mlp_size", INT1, "vision:vt_intermediate_size"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,7 @@ def is_int(x: Any, least: int = 0) -> bool:
 
 
 def is_number(x: Any) -> bool:
-    return type(x) in (int, float) and math.isfinite(x)
+    return type(x) in (int, float) and abs(x) <= sys.float_info.max  # an int may be greater than any float
 
 
 def optional(codec: Codec) -> Codec:
@@ -84,6 +84,10 @@ def ints(legal: str, length: int | None = None) -> Codec:
 
 
 INT1 = one(lambda x: is_int(x, 1), "an integer >= 1")
+# Bounds that no model comes near: lists of this length are made before a file is looked at.
+MOST_LAYERS = 10_000
+LAYERS = one(lambda x: is_int(x, 1) and x <= MOST_LAYERS, f"an integer from 1 to {MOST_LAYERS}")
+EXPERTS = one(lambda x: is_int(x, 1) and x <= 100_000, "an integer from 1 to 100000")
 INT0 = one(lambda x: is_int(x, 0), "an integer >= 0")
 BOOL = one(lambda x: type(x) is bool, "true or false")
 TEXT = one(lambda x: type(x) is str, "a string")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from .config_codecs import ABSENT, Absent, Codec, CodecError, is_int
+from .config_codecs import ABSENT, MOST_LAYERS, Absent, Codec, CodecError, is_int
 
 Path = tuple[str, ...]
 
@@ -180,7 +180,9 @@ def read(schema: Schema, data: Any) -> tuple[dict[str, Any], list[str]]:
             continue
         default = row.default_for(model_type) if runtime or not row.disputed else ABSENT
         try:
-            values[row.field] = _field(schema, row, data, model_type, count if is_int(count, 1) else None, default)
+            values[row.field] = _field(
+                schema, row, data, model_type, count if is_int(count, 1) and count <= MOST_LAYERS else None, default
+            )
         except CodecError as refused:
             found += refused.findings
         except KeyError:

@@ -5,10 +5,14 @@
 scikit-learn's 1,797 handwritten digits (8 x 8 pixels) become pictures in a chat: "Which digit?", and the model answers
 with a word. It is saved in Kimi K3's Hugging Face layout with MXFP4 experts and a tokenizer of its own, and that folder
 is loaded again; two adapters then learn, over the packed experts, to answer in German. Prints a table, writes
-quickstart.png and one digit.png to ask about beside the checkpoint, and exits with 1 if an accuracy falls short.
+quickstart.png, one digit.png to ask about and chat.jsonl to tune on beside the checkpoint, and exits with 1 if an
+accuracy falls short.
 """
 
 import argparse
+import base64
+import io
+import json
 import shutil
 import sys
 import time
@@ -125,6 +129,19 @@ def train(model, trainable, lessons: Lessons, *, steps: int, rate: float, seed: 
     return tm.combine(trained, frozen), np.array(losses)
 
 
+def write_conversations(path: Path, data: Digits) -> None:
+    """Pictures with their German names as `trillion-moe train` reads them."""
+    rows = []
+    for one, label in zip(data.pictures, data.labels, strict=True):
+        file = io.BytesIO()
+        one.save(file, "PNG")
+        uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        asked = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": QUESTION}]
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": GERMAN[label]}]
+        rows.append(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    path.write_text("".join(rows), encoding="utf-8")
+
+
 def answers(model, processor: Processor, data: Digits) -> list[str]:
     done = tm.generate(model, data.conversations(), tokenizer=processor, chat=AT_ONCE, max_new_tokens=16)
     return [completion.text or "" for completion in done]
@@ -186,6 +203,7 @@ def main() -> int:
             raise RuntimeError("without its adapter the model no longer answers as its base")
 
     held_out.pictures[0].save(args.output / "digit.png")
+    write_conversations(args.output / "chat.jsonl", seen[:40])
     picture(args.output / "quickstart.png", rows, curves, held_out, given, in_german)
     print(f"checkpoint and picture in {args.output}, {time.perf_counter() - began:.0f} s in all")
     short = [name for name, reached, needed, _ in rows if reached < needed]

@@ -188,7 +188,8 @@ def load_run_config(source: str, assignments: Sequence[str] = ()) -> RunConfig:
     else:
         path = Path(source) if source.endswith(".py") else RECIPES / f"{source}.py"
         if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.py"))) or "none"
+            ours = [p.stem for p in RECIPES.glob("*.py") if "RunConfig" in p.read_text(encoding="utf-8")]
+            known = ", ".join(sorted(ours))
             raise RunConfigError(f"no configuration {source!r}: legal are FILE.py, FILE.json, or one of ours: {known}")
         config = _recipe(path)
         if not isinstance(config, RunConfig):
@@ -216,7 +217,7 @@ def _recipe(path: Path) -> Any:
 def _object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunConfigError(f"{path}: {error}") from None
     if not isinstance(data, dict):
         raise RunConfigError(f"{path} holds {type(data).__name__}, not an object")
@@ -229,7 +230,7 @@ def _assign(data: dict[str, Any], assignment: str) -> None:
         raise RunConfigError(f"--set {assignment}: legal is field.field=value")
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     *parents, name = path.split(".")
     for parent in parents:

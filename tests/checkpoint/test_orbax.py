@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from tests.checkpoint.tools import GOLDENS, build, layer, load
+from tests.tiny import filled, tiny_k3
 
+import trillion_moe as tm
 from trillion_moe import checkpoint
 from trillion_moe.checkpoint import CheckpointError, load_orbax, save_orbax
 from trillion_moe.weights import LoRA
@@ -101,3 +103,32 @@ def test_blueprints_are_refused(saved, tmp_path) -> None:
             tmp_path / "out", build(stored, "float32", ((tuple(zip(stored.attention, stored.mlp, strict=True)), 1),))
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_values_that_changed_on_disk_are_noticed(tmp_path) -> None:
+    """One flipped byte in the store, which has no checksum of its own."""
+    kinds = {"num_layers": 2, "attention": ("kda", "mla"), "mlp": ("dense", "moe")}
+    tm.save(tmp_path / "o", filled(tiny_k3(**kinds)), format="orbax")
+    largest = max((tmp_path / "o" / "arrays").rglob("d/*"), key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    largest.write_bytes(data)
+    with pytest.raises(tm.CheckpointError, match=r"its bytes are not those that were saved|Orbax cannot restore"):
+        tm.load(tmp_path / "o")
+
+
+def test_what_lies_beside_can_be_copied(tmp_path) -> None:
+    kinds = {"num_layers": 2, "attention": ("kda", "mla"), "mlp": ("dense", "moe")}
+    model = filled(tiny_k3(**kinds))
+    source = tmp_path / "source"
+    tm.save(source, model)
+    with pytest.raises(tm.CheckpointError, match="holds no file to copy"):
+        tm.save(tmp_path / "none", model, beside=source)
+    assert not (tmp_path / "none").exists()
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "tiktoken.model").write_text("x")
+    for form in ("hf", "orbax"):
+        tm.save(tmp_path / form, model, format=form, beside=source)
+        assert (tmp_path / form / "tiktoken.model").read_text() == "x"
+        assert (tmp_path / form / "tokenizer_config.json").is_file()
+        tm.load(tmp_path / form)

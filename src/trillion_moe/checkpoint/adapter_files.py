@@ -7,6 +7,7 @@ safetensors file: PEFT warns about keys that it does not know. Source of keys an
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -156,7 +157,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # an int may be greater than any float
 
 
 def _pattern_findings(name: str, raw: dict[str, Any], legal: Any, what: str) -> Iterator[str]:

@@ -28,9 +28,10 @@ def compare_experts(blueprint: Any, folder: str | Path, original: str | Path) ->
     with Reader(ours.shards.files) as reader, Reader(theirs.shards.files) as other:
         pairs = zip(_norms(ours, reader), _norms(theirs, other), strict=True)
         return [
-            f"{label}: root mean square {rms:.4g}, {rms / wanted:.3g} times that of the original"
+            f"{label}: root mean square {rms:.4g}, that of the original {wanted:.4g}"
+            + (f": {rms / wanted:.3g} times as much" if wanted > 0 else "")
             for (label, rms), (_, wanted) in pairs
-            if abs(rms - wanted) > TOLERANCE * wanted
+            if not abs(rms - wanted) <= TOLERANCE * wanted  # so that NaN is named too
         ]
 
 

@@ -2,19 +2,22 @@
 
     FOLDER/arrays/        Orbax: one array per path of the tree
     FOLDER/config.json    the model's config
-    FOLDER/model.json     written last: depth plan, dtype, and of what kind every weight is. Without it nothing is read.
+    FOLDER/model.json     written last: depth plan, dtype, and of what kind every weight is, with checksums. Without it
+                          nothing is read.
 
 Orbax sees a flat dict of paths, so that neither nnx nor our weight types need be known to read the arrays.
 """
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trillion_moe.checkpoint.atomic import new_folder, write_text
 from trillion_moe.checkpoint.errors import CheckpointError
@@ -22,7 +25,7 @@ from trillion_moe.checkpoint.names import tree_leaves
 from trillion_moe.config import ModelConfig
 from trillion_moe.weights import MXFP4, LoRA
 
-MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 1"
+MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 2"
 Tree = TypeVar("Tree")
 Plan = tuple[tuple[tuple[tuple[str, str], ...], int], ...]  # per segment: (attention, ffn) of its layers, and repeats
 
@@ -41,7 +44,7 @@ def save_orbax(folder: str | Path, model: Any) -> None:
     kinds = {path: _take_apart(path, leaf, arrays) for path, leaf in leaves}
     plan = [[[(kind.attention, kind.ffn) for kind in segment.layers], segment.repeats] for segment in model.plan]
     about = {"format": FORMAT, "dtype": model.dtype, "plan": plan, "weights": kinds}
-    about["arrays"] = {path: [str(array.dtype), list(array.shape)] for path, array in arrays.items()}
+    about["arrays"] = {path: [str(a.dtype), list(a.shape), checksum(a)] for path, a in arrays.items()}
     with new_folder(folder) as temporary:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(temporary / ARRAYS, arrays)
@@ -74,7 +77,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
         raise CheckpointError(folder, [what])
     try:
         about = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(folder, [f"{MARKER} is not JSON: {error}"]) from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise CheckpointError(folder, [f"{MARKER} is not of the format {FORMAT!r}"])
@@ -85,12 +88,20 @@ def _restore(folder: Path, arrays: dict[str, Any]) -> dict[str, jax.Array]:
     import orbax.checkpoint as ocp
 
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = {p: jax.ShapeDtypeStruct(tuple(s), jnp.dtype(d), sharding=device) for p, (d, s) in arrays.items()}
+    target = {p: jax.ShapeDtypeStruct(tuple(s), jnp.dtype(d), sharding=device) for p, (d, s, _) in arrays.items()}
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(folder / ARRAYS, target)
+            found = checkpointer.restore(folder / ARRAYS, target)
     except Exception as error:  # Orbax raises many kinds for an incomplete folder
         raise CheckpointError(folder, [f"Orbax cannot restore the arrays: {type(error).__name__}: {error}"]) from error
+    if damaged := [path for path, (_, _, was) in arrays.items() if checksum(found[path]) != was]:
+        raise CheckpointError(folder, [f"{path}: its bytes are not those that were saved" for path in damaged])
+    return found
+
+
+def checksum(array: jax.Array) -> int:
+    """CRC-32 of an array's bytes: the store itself does not notice values that changed on disk."""
+    return zlib.crc32(np.asarray(array).tobytes())
 
 
 def _take_apart(path: str, leaf: Any, arrays: dict[str, jax.Array]) -> Any:

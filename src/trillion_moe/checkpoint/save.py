@@ -115,3 +115,17 @@ def _cut(tensors: dict[str, Planned], shard_bytes: float) -> list[dict[str, Plan
 def _natural_order(name: str) -> list[tuple[bool, int, str]]:
     """Layer 2 before layer 10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def files_beside(folder: str | Path) -> list[Path]:
+    """The files of a checkpoint's folder that are neither its config nor weights: tokenizer, chat template, settings of
+    pictures and of generation. CheckpointError if there is no such folder or it holds none."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(folder, ["no such folder"])
+    kept = (".json", ".jinja", ".model", ".txt", ".py")
+    names = ("config.json", INDEX, "model.json")
+    found = sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in kept and f.name not in names)
+    if not found:
+        raise CheckpointError(folder, [f"holds no file to copy: legal are {', '.join(kept)} beside config.json"])
+    return found

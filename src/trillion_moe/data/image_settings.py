@@ -138,7 +138,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The values of known keys as `ImageSettings` takes them, and what is wrong with the keys."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, [f"not a JSON object with distinct keys: {error}"]
     media = data.get("media_proc_cfg") if isinstance(data, dict) else None
     board = media.get("transparent_bg_config") if isinstance(media, dict) else None

@@ -12,6 +12,7 @@ from trillion_moe.data.image_files import ImageError, open_image
 from trillion_moe.data.image_settings import ImageSettings, read_settings
 from trillion_moe.data.images import PatchBatch, checked_plan, prepared, preprocess_all
 from trillion_moe.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from trillion_moe.data.xtml import MEDIA_PAD
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -108,6 +109,11 @@ def load_processor(folder: str | Path, config: ModelConfig) -> Processor:
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise TokenizerError(f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}")
+    media = tokenizer.specials.get(MEDIA_PAD)
+    if config.vision is not None and media is not None and media != config.media_id:
+        raise TokenizerError(
+            f"{folder}: {MEDIA_PAD} is token {media}, media_placeholder_token_id of config.json is {config.media_id}"
+        )
     try:
         chat = chats.load_chat(folder, tokenizer.specials)
     except ChatError as error:

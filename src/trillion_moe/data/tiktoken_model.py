@@ -206,7 +206,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def _parse_line(line: bytes, where: str) -> tuple[bytes, int]:
     match line.split():
-        case [token, rank] if rank.isdigit():
+        case [token, rank] if rank.isdigit() and len(rank) < 10:
             try:
                 return base64.b64decode(token, validate=True), int(rank)
             except binascii.Error as error:

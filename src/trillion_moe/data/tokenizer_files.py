@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from trillion_moe.config_json import distinct
+
 CONFIG_FILE = "tokenizer_config.json"
 
 
@@ -57,11 +59,13 @@ def read_json(path: Path) -> tuple[str, dict[str, Any]]:
     """The text of a file and the object it holds."""
     try:
         text = path.read_text(encoding="utf-8")
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=distinct)
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path}: byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise TokenizerError(f"{path}, line {error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # doubled names, integers of thousands of digits, deep nesting
+        raise TokenizerError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} must hold an object, not {type(value).__name__}")
     return text, value
@@ -69,7 +73,7 @@ def read_json(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _added_token(key: str, entry: Any, path: Path) -> tuple[int, AddedToken]:
     match entry:
-        case {"content": str(name)} if name and key.isascii() and key.isdigit():
+        case {"content": str(name)} if name and key.isascii() and key.isdigit() and len(key) < 10:
             special = entry.get("special", False)
             if isinstance(special, bool):
                 return int(key), AddedToken(name, special)

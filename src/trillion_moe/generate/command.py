@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -300,9 +302,10 @@ def _named(completion: Completion, source: Path, line: Line) -> Completion:
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[TextIO]:
     """A file to write, which gets its name once the block has ended well; else nothing of it stays."""
-    part = path.with_name(f".{path.name}.part")
+    path = path.resolve()
+    part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with part.open("x", encoding="utf-8") as file:
             yield file
         part.replace(path)
     finally:

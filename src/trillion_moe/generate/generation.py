@@ -100,7 +100,7 @@ def stream(
         raise InputError(f"eos_ids holds {wrong[0]}; token ids are 0..{model.config.vocab_size - 1}")
     read = read_prompts(prompts, tokenizer, images, chat, specials=specials)
     if stops and tokenizer is None:
-        raise InputError("stop strings need text: give tokenizer=trillion_moe.load_processor(folder)")
+        raise InputError("stop strings need text: give tokenizer=trillion_moe.load_processor(folder, model.config)")
     seeds: Any = np.asarray(seed).tolist() if np.ndim(seed) else [np.asarray(seed).item()] * len(read.ids)
     if len(seeds) != len(read.ids):
         raise InputError(

@@ -38,7 +38,7 @@ def read_prompts(
         raise InputError("images are given beside prompts that are not token ids; put pictures into messages")
     if processor is None and {*forms} != {"ids"}:
         raise InputError(f"prompt {next(i for i, f in enumerate(forms) if f != 'ids')} is no list of token ids: "
-                         "give tokenizer=trillion_moe.load_processor(folder)")  # fmt: skip
+                         "give tokenizer=trillion_moe.load_processor(folder, model.config)")  # fmt: skip
     found = [_read(prompts[i], form, i, processor, options, specials) for i, form in enumerate(forms)]
     ids, patches, readers = zip(*found, strict=True)
     if any(one is not None for one in patches):

@@ -13,6 +13,7 @@ import jax
 from trillion_moe.checkpoint import export_adapter
 from trillion_moe.checkpoint import save as save_folder
 from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.config import ModelConfig
 from trillion_moe.data.build import build_examples
 from trillion_moe.data.examples import Examples
 from trillion_moe.data.processor import Processor, load_processor
@@ -21,7 +22,7 @@ from trillion_moe.data.rows import DataError, read_rows
 from trillion_moe.model import Model
 from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
 from trillion_moe.train.report import picture
-from trillion_moe.train.trainer import Trainer
+from trillion_moe.train.trainer import Trainer, count_updates
 from trillion_moe.transforms import add_lora, count_by_group, partition
 from trillion_moe.transforms.targets import places
 
@@ -56,11 +57,11 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     done = output / (MODEL if config.lora is None else ADAPTER)
     if done.exists():
         raise CheckpointError(output, [f"{done.name} is there: this run has ended; choose another output"])
-    model = load(config.model, dtype=config.dtype)
-    processor = load_processor(config.model, model.config)
-    train, held_out = _examples(config, model, processor)
-    model = _adapted(model, config)
+    cfg = ModelConfig.from_file(config.model)  # rows are checked before the weights, which take longer, are read
+    processor = load_processor(config.model, cfg)
+    train, held_out = _examples(config, cfg, processor)
     print(statistics(train), file=sys.stderr)
+    model = _adapted(load(config.model, dtype=config.dtype), config)
     if args.dry_run:
         _describe(model, config, train, processor)
         return 0
@@ -78,9 +79,9 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     return 0
 
 
-def _examples(config: RunConfig, model: Model, processor: Processor) -> tuple[Examples, Examples | None]:
+def _examples(config: RunConfig, model: ModelConfig, processor: Processor) -> tuple[Examples, Examples | None]:
     def build(rows: Any) -> Examples:
-        return build_examples(rows, processor, model.config, config.examples)
+        return build_examples(rows, processor, model, config.examples)
 
     rows = read_rows(config.data)
     if config.eval_data is not None:
@@ -94,7 +95,10 @@ def _examples(config: RunConfig, model: Model, processor: Processor) -> tuple[Ex
 
 def _adapted(model: Model, config: RunConfig) -> Model:
     if config.lora is not None:
-        return add_lora(model, config.lora, jax.random.key(config.seed))
+        try:
+            return add_lora(model, config.lora, jax.random.key(config.seed))
+        except ValueError as error:
+            raise RunConfigError(f"lora, on {config.model}: {error}") from None
     if model.config.quantization is not None:
         raise CheckpointError(config.model, ["its experts are packed: train adapters (lora), or decode them first"])
     return model
@@ -113,6 +117,8 @@ def _describe(model: Model, config: RunConfig, train: Examples, processor: Proce
     else:
         for group, (matrices, parameters) in count_by_group(model).items():
             print(f"adapters on {group:16} {matrices:10,} matrices {parameters:12,} parameters")
+    updates, rows = count_updates(config, train), config.train.batch_size * config.train.accumulate
+    print(f"{updates:,} updates of {rows:,} rows, {len(train.items):,} examples")
     for example in train.items[:SHOWN]:
         print(f"\n--- line {example.line}: {int(example.mask.sum()):,} of {len(example.ids):,} tokens supervised")
         print(decode_marked(example, processor.tokenizer))

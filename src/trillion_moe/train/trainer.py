@@ -275,3 +275,10 @@ def _powers(limit: int) -> Iterator[int]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def count_updates(config: RunConfig, examples: Examples) -> int:
+    """Updates of a whole run."""
+    t = config.train
+    batches = _loader(examples, config, seed=None, epochs=1).batches_per_epoch * t.epochs
+    return t.steps or -(-batches // t.accumulate)
