@@ -127,7 +127,8 @@ def test_a_dtype_that_orbax_cannot_have_is_a_message(tiny, tmp_path, capsys) -> 
     ("arguments", "message"),
     [
         ([], "VERB"),
-        (["train"], "invalid choice: 'train'"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["train"], "--config"),
         (["inspect"], "folder"),
         (["generate", "folder"], "--ids"),
         (["generate", "folder", "--ids", "1,two"], "'1,two' is not a comma-separated list of token ids"),

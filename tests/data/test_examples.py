@@ -371,7 +371,7 @@ def test_bad_rows_are_named_all_at_once_or_dropped_and_counted(build, tmp_path) 
         (talk(says("q"), {**LAST, "contents": "x"}), "chat", "message 1, contents: a assistant message holds only"),
         (talk(shows("absent"), LAST), "image", r"message 0, content[0]: "),
         (talk(shows("a", "text"), LAST), "image", r"message 0, content[1]: "),
-        (talk(shows("a", "deep"), LAST), "image", "picture 1: "),
+        (talk(shows("a", "deep"), LAST), "image", "message 0, content[1]: mode "),
         (talk({"role": "user", "content": [{"type": "image"}]}, LAST), "chat", "message 0, content[0]: holds NoneType"),
         (talk(says("<|kimi_image_placeholder|>"), LAST), "image", "message 0: spells <|kimi_image_placeholder|>"),
         (talk(RESULT, LAST), "chat", "message 0: result 1 has no tool name"),
