@@ -4,8 +4,12 @@ import json
 import subprocess
 import sys
 
+import chex
 import jax
 import pytest
+from tests.checkpoint.adapter_tools import adapted
+from tests.checkpoint.tools import GOLDENS
+from tests.numerics import rel_rms
 from tests.tiny import filled, tiny_k3
 
 import trillion_moe as tm
@@ -174,3 +178,56 @@ def test_against_needs_packed_experts(goldens, capsys) -> None:
     for against in (folder, ""):
         assert main(["inspect", folder, "--against", against]) == 1
         assert "--against is for a folder of packed experts" in capsys.readouterr().err
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+LINEAR_BASE = GOLDENS / "kimi_linear" / "a"
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export") / "adapter"
+    tm.export_adapter(folder, adapted(tm.load(LINEAR_BASE), tm.LoRAConfig(rank=2, targets=("routed_experts", "mla"))))
+    return folder
+
+
+def test_an_adapter_is_merged(adapter, tmp_path, capsys) -> None:
+    out = tmp_path / "merged"
+    assert main(["export", str(LINEAR_BASE), "--adapter", str(adapter), "--output", str(out)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{out}\n"
+    assert "rounding of merged weights at most" in said.err
+    base = tm.load(LINEAR_BASE)
+    expected, plain, found = (
+        tm.forward(model, [[3, 4, 5]])[0] for model in (tm.load_adapter(base, adapter), base, tm.load(out))
+    )
+    assert rel_rms(found, expected) < 1e-5
+    assert rel_rms(plain, expected) > 1e-2
+    assert main(["export", str(LINEAR_BASE), "--adapter", str(adapter), "--output", str(out)]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_merged_experts_may_be_unpacked(goldens, tmp_path, capsys) -> None:
+    base = goldens / "kimi_k3" / "a" / "mxfp4"
+    lora = tm.LoRAConfig(rank=2, targets=("layers.1.ffn.experts.down",))
+    tm.export_adapter(tmp_path / "adapter", adapted(tm.load(base), lora))
+    errors = {}
+    for name, flags in {"packed": [], "plain": ["--decode"]}.items():
+        flags = [*flags, "--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / name)]
+        assert main(["export", str(base), *flags]) == 0
+        errors[name] = float(capsys.readouterr().err.split("at most ")[1].split()[0])
+        assert (tm.load(tmp_path / name).config.quantization is None) == (name == "plain")
+    assert errors["plain"] < 1e-6 < 1e-2 < errors["packed"]
+
+
+def test_an_adapter_under_released_names(adapter, tmp_path, capsys) -> None:
+    out = tmp_path / "release"
+    flags = ["--adapter", str(adapter), "--output", str(out), "--names", "release"]
+    assert main(["export", str(LINEAR_BASE), *flags]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    base = tm.load(LINEAR_BASE)
+    first, second = (tm.load_adapter(base, folder) for folder in (adapter, out))
+    chex.assert_trees_all_equal(jax.tree.leaves(first), jax.tree.leaves(second))
+    with pytest.raises(SystemExit):
+        main(["export", str(LINEAR_BASE), *flags, "--decode"])

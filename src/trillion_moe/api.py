@@ -1,7 +1,6 @@
 """The public names: `import trillion_moe as tm`."""
 
 import dataclasses
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -140,9 +139,9 @@ def save(
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}; legal are {', '.join(get_args(Format))}")
     files = [] if beside is None else checkpoint.files_beside(beside)
-    (checkpoint.save if format == "hf" else checkpoint.save_orbax)(path, model)
-    for file in files:
-        shutil.copyfile(file, Path(path) / file.name)
+    if beside is not None and not files:
+        raise CheckpointError(beside, ["holds no file to copy: no tokenizer, template or settings beside the weights"])
+    (checkpoint.save if format == "hf" else checkpoint.save_orbax)(path, model, beside=files)
 
 
 def export_adapter(path: str | Path, model: Model, *, names: Literal["peft", "release"] = "peft") -> None:

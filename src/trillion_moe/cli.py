@@ -9,11 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import jax
 
 from trillion_moe import __version__, api
-from trillion_moe.checkpoint import compare_experts, is_orbax
+from trillion_moe.checkpoint import compare_experts, files_beside, is_orbax
+from trillion_moe.checkpoint.adapter_export import Naming
 from trillion_moe.data import command as data_command
 from trillion_moe.data.chat import ChatError
 from trillion_moe.data.image_files import ImageError
@@ -22,6 +24,7 @@ from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.generate import command
 from trillion_moe.run_config import RunConfigError, load_run_config
 from trillion_moe.train import command as train_command
+from trillion_moe.transforms import merge_report
 from trillion_moe.transforms.targets import places
 from trillion_moe.weights import parameters
 
@@ -91,6 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     train = verbs.add_parser("train", help="tune adapters, or every weight, on conversations; goes on where it stopped")
     train_command.add_arguments(train)
     train.set_defaults(run=lambda args: train_command.run(args, api.load))
+    export = verbs.add_parser("export", help="merge an adapter into its base, or write it under other names")
+    export.add_argument("folder", help="the base")
+    export.add_argument("--adapter", required=True, metavar="FOLDER", help="as `train` or PEFT wrote it")
+    export.add_argument("--output", required=True, metavar="FOLDER", help="a new folder")
+    what = export.add_mutually_exclusive_group()
+    what.add_argument("--names", choices=get_args(Naming), help="write no merged model, but the adapter by these names")
+    what.add_argument("--decode", action="store_true", help="unpack 4-bit experts, so that merging does not round them")
+    export.set_defaults(run=_export)
     return parser
 
 
@@ -145,6 +156,22 @@ def _generate(args: argparse.Namespace) -> int:
     command.check(args)
     model = api.load(args.folder, dtype=args.dtype)
     return command.run(args, model if args.adapter is None else api.load_adapter(model, args.adapter))
+
+
+def _export(args: argparse.Namespace) -> int:
+    """A merged checkpoint with tokenizer and settings beside it, or an adapter; says what merging rounds."""
+    if Path(args.output).exists():  # found before the weights are read
+        raise api.CheckpointError(args.output, ["exists already; nothing is overwritten, choose another name"])
+    base = api.load(args.folder, quantization="decode" if args.decode else "keep")
+    model = api.load_adapter(base, args.adapter)
+    if args.names is not None:
+        api.export_adapter(args.output, model, names=args.names)
+    else:
+        worst, error = max(merge_report(model).items(), key=lambda item: item[1])
+        api.save(args.output, api.merge_lora(model), beside=args.folder if files_beside(args.folder) else None)
+        print(f"rounding of merged weights at most {error:.1e} of their RMS ({worst})", file=sys.stderr)
+    print(args.output)
+    return 0
 
 
 def _data(args: argparse.Namespace) -> int:

@@ -4,9 +4,9 @@
 
 scikit-learn's 1,797 handwritten digits (8 x 8 pixels) become pictures in a chat: "Which digit?", and the model answers
 with a word. It is saved in Kimi K3's Hugging Face layout with MXFP4 experts and a tokenizer of its own, and that folder
-is loaded again; two adapters then learn, over the packed experts, to answer in German. Prints a table, writes
-quickstart.png, one digit.png to ask about and chat.jsonl to tune on beside the checkpoint, and exits with 1 if an
-accuracy falls short.
+is loaded again; two adapters then learn, over the packed experts, to answer in German. The first is exported as PEFT
+reads it, loaded again, and merged into the weights: all three answer alike. Prints a table, writes quickstart.png, one
+digit.png to ask about and chat.jsonl to tune on beside the checkpoint, and exits with 1 if an accuracy falls short.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from trillion_moe.data.tiktoken_model import write_tiktoken
 from trillion_moe.model import depth_plan
 from trillion_moe.steps import train_step
 
-BATCH, NEEDED_BASE, NEEDED_ADAPTER = 64, 0.90, 0.85
+BATCH, NEEDED_BASE, NEEDED_ADAPTER = 48, 0.90, 0.85
 LONGEST = 48  # tokens of a question with its answer
 AT_ONCE = tm.ChatOptions(thinking=False)
 
@@ -151,6 +151,20 @@ def accuracy(given: list[str], data: Digits, words: Sequence[str]) -> float:
     return float(np.mean([answer == words[label] for answer, label in zip(given, data.labels, strict=True)]))
 
 
+def exchange(folder: Path, packed, adapted, given: list[str], answers_of: Callable[[Any], list[str]]) -> None:
+    """Export the adapter, load it onto the packed base, merge it, save and load the merged model: the answers stay."""
+    adapter, merged = folder / "quickstart-adapter", folder / "quickstart-merged"
+    for old in (adapter, merged):
+        shutil.rmtree(old, ignore_errors=True)  # of an earlier run; saving never overwrites
+    tm.export_adapter(adapter, adapted)
+    if answers_of(tm.load_adapter(packed, adapter)) != given:
+        raise RuntimeError(f"{adapter}: exported and loaded again, the adapter answers otherwise")
+    tm.save(merged, tm.merge_lora(adapted), beside=folder / "quickstart-checkpoint")
+    if answers_of(tm.load(merged, scan=True)) != given:
+        raise RuntimeError(f"{merged}: merged into the weights, the adapter answers otherwise")
+    print(f"  exported, loaded again, merged and saved: the same {len(given)} answers each time")
+
+
 def expert_bytes(model) -> int:
     return sum(
         leaf.nbytes
@@ -201,6 +215,8 @@ def main() -> int:
         report(name, in_german, GERMAN, NEEDED_ADAPTER, time.perf_counter() - start)
         if answers(tm.remove_lora(adapted), processor, held_out) != given:
             raise RuntimeError("without its adapter the model no longer answers as its base")
+        if lora is not experts:  # merging into packed experts would round them
+            exchange(args.output, packed, adapted, in_german, lambda model: answers(model, processor, held_out))
 
     held_out.pictures[0].save(args.output / "digit.png")
     write_conversations(args.output / "chat.jsonl", seen[:40])

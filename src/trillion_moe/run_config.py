@@ -139,6 +139,11 @@ class RunConfig:
             )
 
 
+_PARTS: Mapping[str, Any] = {
+    "examples": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig, "lora": LoRAConfig,
+}  # fmt: skip
+
+
 def to_json(config: RunConfig) -> str:
     return json.dumps(asdict(config), indent=2) + "\n"
 
@@ -164,16 +169,16 @@ def _where(path: Sequence[Any]) -> str:
 
 def _says(error: Any) -> str:
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"no such field; legal here: {', '.join(_fields_at(error['loc'][:-1]))}"
+        *parents, name = error["loc"]
+        homes = [f"{part}.{name}" for part, kind in _PARTS.items() if name in kind.__dataclass_fields__]
+        meant = f" (or {' or '.join(homes)}?)" if homes and not parents else ""
+        return f"no such field; legal here: {', '.join(_fields_at(parents))}{meant}"
     inside = isinstance(error["input"], dict | list)  # the message then names the field
     return error["msg"].removeprefix("Value error, ") + ("" if inside else f" (given: {error['input']!r})")
 
 
 def _fields_at(path: Sequence[Any]) -> list[str]:
-    kinds: Mapping[str, Any] = {
-        "examples": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig, "lora": LoRAConfig,
-    }  # fmt: skip
-    at = kinds.get(str(path[0]), RunConfig) if path else RunConfig
+    at = _PARTS.get(str(path[0]), RunConfig) if path else RunConfig
     return list(at.__dataclass_fields__)
 
 
@@ -197,7 +202,7 @@ def load_run_config(source: str, assignments: Sequence[str] = ()) -> RunConfig:
         data = asdict(config)
     for assignment in assignments:
         _assign(data, assignment)
-        where = f"{source} with --set {' --set '.join(assignments)}"
+        where = f"{source} with --set {', '.join(assignments)}"
     try:
         text = json.dumps(data)
     except TypeError as error:
@@ -210,7 +215,7 @@ def _recipe(path: Path) -> Any:
     try:
         made = runpy.run_path(str(path)).get("config")
         return made() if callable(made) else None
-    except Exception as error:  # whatever a file of the user's may raise
+    except (Exception, SystemExit) as error:  # whatever a file of the user's may raise
         raise RunConfigError(f"{path}: {type(error).__name__}: {error}") from error
 
 

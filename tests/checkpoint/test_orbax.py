@@ -96,6 +96,35 @@ def test_another_format_or_model(saved, tmp_path) -> None:
         load_orbax(tmp_path / "nowhere", build)
 
 
+def changed(change):
+    def spoil(folder) -> None:
+        about = json.loads((folder / "model.json").read_text())
+        change(about)
+        (folder / "model.json").write_text(json.dumps(about))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        (lambda about: about.pop("plan"), "model.json: plan: "),
+        (lambda about: about.update(dtype="int3"), "model.json: dtype: "),
+        (lambda about: about["weights"].update(embed={"kind": "none"}), "model.json: weights.embed"),
+        (lambda about: about["weights"].update(embed=7), "model.json: weights.embed"),
+        (lambda about: about["arrays"].update(embed=["float32", [-1], 0]), "model.json: "),
+        (lambda about: about["arrays"].update(embed=["object", [1], 0]), "model.json: "),
+        (lambda about: about["arrays"].pop("embed"), "model.json: no array embed"),
+        (lambda about: about["plan"].pop(), "model.json: the plan has "),
+        (lambda about: about["plan"][0].__setitem__(1, 10**9), "model.json: the plan has "),
+        (lambda about: about["plan"][0][0].__setitem__(0, ["mla", "moe"]), "model.json: layer 0 is "),
+        (lambda about: about["arrays"]["embed"].__setitem__(1, [4, 4]), "Orbax cannot restore"),
+    ],
+)
+def test_a_description_that_is_wrong(saved, tmp_path, change, finding) -> None:
+    assert refused(saved, tmp_path, changed(change)).startswith(finding)
+
+
 def test_blueprints_are_refused(saved, tmp_path) -> None:
     stored = checkpoint.read_config(GOLDENS / "kimi_linear/a")
     with pytest.raises(ValueError, match="embed holds no array but a Spec"):

@@ -177,7 +177,7 @@ def test_a_field_within_a_value(tmp_path) -> None:
 
 
 def test_assignments_are_named_in_errors(tmp_path) -> None:
-    with pytest.raises(RunConfigError, match=r"of.json with --set seed=1 --set sead=2: 1 problem\(s\)"):
+    with pytest.raises(RunConfigError, match=r"of.json with --set seed=1, sead=2: 1 problem\(s\)"):
         changed("seed=1", "sead=2", tmp=tmp_path)
 
 
@@ -272,3 +272,14 @@ def test_what_is_missing() -> None:
 def test_values_that_are_no_numbers_are_refused_in_python() -> None:
     with pytest.raises(ValueError, match="lr = nan: legal is at least 0"):
         OptimizerConfig(lr=math.nan)
+
+
+def test_a_field_without_its_part_is_told_where_it_belongs() -> None:
+    with pytest.raises(RunConfigError, match=r"lr: no such field; legal here: model, .* \(or optimizer.lr\?\)"):
+        load_run_config("lora", ["lr=3e-4"])
+
+
+def test_a_recipe_that_ends_the_program(tmp_path) -> None:
+    (tmp_path / "recipe.py").write_text("raise SystemExit(0)")
+    with pytest.raises(RunConfigError, match=r"recipe\.py: SystemExit: 0"):
+        load_run_config(str(tmp_path / "recipe.py"))

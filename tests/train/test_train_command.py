@@ -1,7 +1,14 @@
 """`trillion-moe train`: what it prints and leaves, what it refuses, and that it survives being killed."""
 
 import dataclasses
+import json
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -11,7 +18,7 @@ import pytest
 import trillion_moe as tm
 from trillion_moe.cli import main
 from trillion_moe.run_config import from_json, to_json
-from trillion_moe.train.report import read
+from trillion_moe.train.report import Report, expert_load, picture, read
 from trillion_moe.transforms.targets import places
 
 
@@ -88,6 +95,16 @@ def test_every_weight_is_trained(run, config, folder, tmp_path) -> None:
         assert np.array_equal(array, before[name]) == (name in still), name
 
 
+def test_a_trained_checkpoint_keeps_its_tokenizer(folder, run, tmp_path) -> None:
+    """fault 86: what lies beside the base lies beside the result."""
+    code, *_ = run("--set", "lora=null", "--set", "train.dropout=0", "--set", "train.steps=1")
+    assert code == 0
+    beside = {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"}
+    assert beside
+    for name in beside:
+        assert (tmp_path / "out" / "model" / name).read_bytes() == (folder / name).read_bytes()
+
+
 # --- a dry run --------------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +132,13 @@ def test_a_dry_run_says_what_would_be_done(run, config, tmp_path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "rows.jsonl"}
 
 
+def test_an_output_that_cannot_be_written(run, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    code, said, err = run("--dry-run", "--output", tmp_path / "file" / "out")
+    assert (code, said) == (1, "")
+    assert f"cannot be written: {tmp_path / 'file'} is no folder" in err
+
+
 def test_a_dry_run_of_every_weight(run, folder) -> None:
     flags = ("--set", "lora=null", "--set", "train.dropout=0", "--dry-run")
     code, said, _ = run(*flags)
@@ -126,6 +150,59 @@ def test_a_dry_run_of_every_weight(run, folder) -> None:
     assert f"trainable {total - 8:,} numbers {4 * (total - 8):,} bytes" in lines
     assert "frozen 8 numbers 32 bytes" in lines  # the router's bias
     assert f"of routed_experts {experts:,} numbers" in lines
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+VALUES = {"loss": 1.23456, "lr": 2e-4, "grad_norm": 0.5, "tokens": 7, "tokens_per_s": 1234.5}
+COUNTS = np.array([[2, 2, 2, 2], [1, 0, 6, 1]])
+
+
+def test_the_progress_bar(tmp_path, capsys) -> None:
+    report = Report(tmp_path, start=2, total=10, dropped=3)
+    report.line("train", 3, VALUES, COUNTS)
+    report.line("eval", 3, {"loss": 2.0})
+    report.close()
+    shown = capsys.readouterr().err
+    last = shown.split("\r")[-1]
+    assert " 3/10 [" in last
+    for part in ("loss=1.235", "lr=0.0002", "grad_norm=0.5", "tokens_per_s=1234", "expert_load=3,", "dropped_rows=3"):
+        assert part in last
+    assert "GB" in last.split("memory=")[1]
+    assert "<" in last.split("[")[1]  # elapsed<left
+    assert "update 3: evaluation loss 2.0000\n" in shown
+
+
+def test_metrics_as_lines_and_for_tensorboard(tmp_path, capsys) -> None:
+    report = Report(tmp_path, start=0, total=10, quiet=True)
+    report.line("train", 1, VALUES, COUNTS)
+    report.line("eval", 1, {"loss": 2.0})
+    report.close()
+    assert "%|" not in capsys.readouterr().err
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first == {"kind": "train", "step": 1, **VALUES, "expert_load": 3.0, "expert_counts": COUNTS.tolist()}
+    assert second == {"kind": "eval", "step": 1, "loss": 2.0}
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    for tag in (b"train/loss", b"train/tokens_per_s", b"train/expert_load", b"eval/loss"):
+        assert tag in events.read_bytes()
+
+
+def test_pictures(tmp_path) -> None:
+    """A heat map only of a model with experts."""
+    for counts in (None, COUNTS):
+        report = Report(tmp_path, start=0, total=10, quiet=True)
+        for step in (1, 2, 3):
+            report.line("train", step, VALUES, counts)
+        report.close()
+        assert picture(tmp_path) == tmp_path / "loss.png"
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "experts.png").exists() == (counts is not None)
+
+
+def test_expert_load() -> None:
+    assert expert_load(COUNTS) == 3.0
+    assert expert_load(COUNTS[:1]) == 1.0
+    assert expert_load([[0, 0, 5, 0]]) == 4.0
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -189,3 +266,89 @@ def test_rows_are_checked_before_the_model_is_read(run, config, monkeypatch, wri
 # --- processes --------------------------------------------------------------------------------------------------------
 
 STEPS = 200
+
+
+class Process:
+    """The command in a process of its own."""
+
+    def __init__(self, config: Path, folder: Path, output: Path):
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        flags = ["--config", str(config), "--output", str(output), "--quiet"]
+        self.output = output
+        self.log = (folder / "log.txt").open("a")
+        command = [sys.executable, "-m", "trillion_moe.cli", "train", *flags]
+        self.process = subprocess.Popen(command, env=os.environ | cache, stdout=self.log, stderr=self.log)
+
+    def wait(self) -> int:
+        code = self.process.wait(timeout=900)
+        self.log.close()
+        return code
+
+    def wait_for_lines(self, more: int) -> None:
+        """Until so many lines of metrics have come on top of those that were there, or the end."""
+        path = self.output / "metrics.jsonl"
+        wanted = len(read(path)) + more
+        while self.process.poll() is None and len(read(path)) < wanted:
+            time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory, write_rows, rows, settings, packed):
+    """Starts runs of 200 updates of adapters on packed experts, with all that may go wrong when one goes on -> start,
+    the output of one that nothing has stopped."""
+    folder = tmp_path_factory.mktemp("long")
+    write_rows(folder / "rows.jsonl", rows(13))
+    train = {"steps": STEPS, "eval_every": 7, "keep": 1}
+    config = settings(folder, model=str(packed), eval_rows=2, train=train, optimizer={"lr": 0.01})
+    (folder / "run.json").write_text(to_json(config))
+
+    def start(name: str) -> Process:
+        return Process(folder / "run.json", folder, folder / name)
+
+    assert start("unbroken").wait() == 0, (folder / "log.txt").read_text()
+    return start, folder / "unbroken"
+
+
+def same(output: Path, unbroken: Path) -> None:
+    assert metrics(output) == metrics(unbroken)
+    first, second = (folder / "adapter" / "adapter_model.safetensors" for folder in (output, unbroken))
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends(long, number, code) -> None:
+    """And the next start goes on to what an unbroken run gives."""
+    start, unbroken = long
+    stopped = start(f"stopped-{code}")
+    stopped.wait_for_lines(20)
+    stopped.process.send_signal(number)
+    assert stopped.wait() == code
+    assert 20 <= len(metrics(stopped.output)) < len(metrics(unbroken))
+    assert not (stopped.output / "adapter").exists()
+    assert start(f"stopped-{code}").wait() == 0
+    same(stopped.output, unbroken)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(long) -> None:
+    """fault 72: at random times, of which some lie before the first update of a process, some within a save: losses and
+    adapter are bit for bit those of an unbroken run."""
+    start, unbroken = long
+    chance = random.Random(0)
+    for _ in range(20):
+        run = start("killed")
+        if chance.random() < 0.2:
+            time.sleep(chance.uniform(0, 10))
+        else:
+            run.wait_for_lines(1)
+            time.sleep(chance.uniform(0, 0.5))
+        assert run.process.poll() is None, "it ended before it was killed"
+        run.process.kill()
+        assert run.wait() == -signal.SIGKILL
+    assert start("killed").wait() == 0
+    same(unbroken.with_name("killed"), unbroken)
+    assert len(list((unbroken.with_name("killed") / "checkpoints").iterdir())) <= 2

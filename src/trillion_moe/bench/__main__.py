@@ -1,4 +1,4 @@
-"""`python -m trillion_moe.bench [--only grouped|model] [--output FILE]`: measure, print, and write JSON."""
+"""`python -m trillion_moe.bench [--only grouped|model|lora] [--output FILE]`: measure, print, and write JSON."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PARTS = ("grouped", "model")
+PARTS = ("grouped", "model", "lora")
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def _machine() -> dict[str, Any]:
-    packages = ("trillion-moe", "jax", "jaxlib", "flax", "numpy", "torch", "transformers")
+    packages = ("trillion-moe", "jax", "jaxlib", "flax", "numpy", "torch", "transformers", "peft")
     return {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
@@ -77,7 +77,20 @@ def _model(rounds: int) -> dict[str, Any]:
     return results
 
 
-_PARTS = {"grouped": _grouped, "model": _model}
+def _lora(rounds: int) -> dict[str, Any]:
+    from trillion_moe.bench import lora
+
+    results = lora.measure(rounds)
+    for part in results.values():
+        faster, speed, losses = part["faster"], part["tokens_per_s"], part["losses"]
+        print(f"{part['what']}: {speed['ours']:.0f} tokens/s ours, {speed['PEFT']:.0f} transformers + PEFT")
+        print(f"  faster {faster['of_medians']:.2f}x by medians, {faster['of_minima']:.2f}x by minima", end="; ")
+        print(f"compiled in {part['compile_s']:.1f} s")
+        print(f"  losses of the last update {losses['ours'][-1]:.5f} ours, {losses['PEFT'][-1]:.5f} theirs", flush=True)
+    return results
+
+
+_PARTS = {"grouped": _grouped, "model": _model, "lora": _lora}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -50,14 +50,14 @@ def measure(rounds: int = 5, threads: int = 2) -> dict[str, Any]:
     import torch  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(threads)
-    theirs = _transformers_model()
+    theirs = transformers_model()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        model = _load(Path(folder))
+        model = load(Path(folder))
     return {"train": _train(model, theirs, rounds), "decode": _decode(model, theirs, rounds)}
 
 
-def _transformers_model() -> Any:
+def transformers_model() -> Any:
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
@@ -67,7 +67,7 @@ def _transformers_model() -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
 
 
-def _load(folder: Path) -> Model:
+def load(folder: Path) -> Model:
     cfg = checkpoint.read_config(folder)
     return checkpoint.load_into(Model(cfg), folder, cfg)
 

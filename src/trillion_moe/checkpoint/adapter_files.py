@@ -191,14 +191,22 @@ def _note(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_note(note: Any) -> bool:
-    """{"base": fingerprint, "experts": {name: {"shared" | "ids" | "ranks": a list}}}"""
+    """{"base": fingerprint, "experts": {name: {"shared": ["a", "b"], "ids": [expert, ...], "ranks": [low, high]}}}"""
     if not isinstance(note, dict) or note.keys() != {"base", "experts"} or not isinstance(note["experts"], dict):
         return False
-    about = [one for one in note["experts"].values() if isinstance(one, dict)]
-    lists = [one for each in about for one in each.values() if isinstance(one, list)]
+    return isinstance(note["base"], str) and all(map(_is_about, note["experts"].values()))
+
+
+def _is_about(about: Any) -> bool:
+    if not isinstance(about, dict) or not about.keys() <= {"shared", "ids", "ranks"}:
+        return False
+    shared, ids, ranks = (about.get(name, []) for name in ("shared", "ids", "ranks"))
+    if not all(isinstance(one, list) for one in (shared, ids, ranks)):
+        return False
+    counts = all(type(number) is int and number >= 0 for number in (*ids, *ranks))
     return (
-        isinstance(note["base"], str)
-        and len(about) == len(note["experts"])
-        and len(lists) == sum(map(len, about))
-        and all(each.keys() <= {"shared", "ids", "ranks"} for each in about)
+        counts
+        and all(one in ("a", "b") for one in shared)
+        and len({*ids}) == len(ids)
+        and ("ranks" not in about or (len(ranks) == 2 and ranks[0] <= ranks[1]))
     )

@@ -331,6 +331,8 @@ def _as_noted(name: str, lora: LoRA, note: dict[str, Any]) -> LoRA | None:
     about = note.get(name, {})
     if "ranks" in about:
         low, high = about["ranks"]
+        if high > (rank := lora.a.shape[-1]):
+            raise _Uneven(f"{name}: exported were the ranks {low} to {high}, the adapter has {rank}")
         rest = np.delete(lora.b, slice(low, high), axis=1)
         if rest.any():
             raise _Uneven(f"{name}: exported were the ranks {low} to {high}, but B is not 0 in the others")
@@ -339,6 +341,8 @@ def _as_noted(name: str, lora: LoRA, note: dict[str, Any]) -> LoRA | None:
             return None
     if "ids" in about:
         ids, count = about["ids"], len(lora.b)
+        if max(ids, default=0) >= count:
+            raise _Uneven(f"{name}: exported were the experts {ids}, the adapter has {count}")
         if np.delete(lora.b, ids, axis=0).any():
             raise _Uneven(f"{name}: exported were the experts {ids}, but B is not 0 in the others")
         lora = replace(lora, a=lora.a[ids], b=lora.b[ids], slots=_slots(ids, count))

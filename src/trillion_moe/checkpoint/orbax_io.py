@@ -8,12 +8,12 @@
 Orbax sees a flat dict of paths, so that neither nnx nor our weight types need be known to read the arrays.
 """
 
-import dataclasses
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,12 @@ import numpy as np
 from trillion_moe.checkpoint.atomic import new_folder, write_text
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.names import tree_leaves
+from trillion_moe.checkpoint.save import copy_files
 from trillion_moe.config import ModelConfig
-from trillion_moe.weights import MXFP4, LoRA
+from trillion_moe.weights import MXFP4, Layout, LoRA, matrix_shape
 
 MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 2"
+STORABLE = ("float32", "bfloat16", "float16", "float64", "int32", "uint8")
 Tree = TypeVar("Tree")
 Plan = tuple[tuple[tuple[tuple[str, str], ...], int], ...]  # per segment: (attention, ffn) of its layers, and repeats
 
@@ -35,17 +37,19 @@ def is_orbax(folder: str | Path) -> bool:
     return (Path(folder) / MARKER).exists() or (Path(folder) / ARRAYS).is_dir()
 
 
-def save_orbax(folder: str | Path, model: Any) -> None:
-    """Write a model, whatever its weights are. The folder appears complete or not at all, and is never overwritten."""
+def save_orbax(folder: str | Path, model: Any, *, beside: Sequence[Path] = ()) -> None:
+    """Write a model, whatever its weights are. beside: files to copy along. The folder appears complete
+    or not at all, and is never overwritten."""
     import orbax.checkpoint as ocp
 
     leaves, _ = tree_leaves(model)
     arrays: dict[str, jax.Array] = {}
     kinds = {path: _take_apart(path, leaf, arrays) for path, leaf in leaves}
-    plan = [[[(kind.attention, kind.ffn) for kind in segment.layers], segment.repeats] for segment in model.plan]
-    about = {"format": FORMAT, "dtype": model.dtype, "plan": plan, "weights": kinds}
-    about["arrays"] = {path: [str(a.dtype), list(a.shape), checksum(a)] for path, a in arrays.items()}
+    plan = tuple((tuple((kind.attention, kind.ffn) for kind in s.layers), s.repeats) for s in model.plan)
+    checked = {path: (str(a.dtype), a.shape, checksum(a)) for path, a in arrays.items()}
+    about = asdict(About(FORMAT, model.dtype, plan, kinds, checked))
     with new_folder(folder) as temporary:
+        copy_files(beside, temporary)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(temporary / ARRAYS, arrays)
         write_text(temporary / "config.json", json.dumps(model.config.to_json(), indent=2, ensure_ascii=False) + "\n")
@@ -60,18 +64,44 @@ def load_orbax(folder: str | Path, build: Callable[[ModelConfig, str, Plan], Tre
     """
     folder = Path(folder).absolute()
     about = _read_about(folder)
-    plan = tuple((tuple(tuple(kind) for kind in layers), repeats) for layers, repeats in about["plan"])
-    blueprint = build(ModelConfig.from_file(folder), about["dtype"], plan)
-    leaves, treedef = tree_leaves(blueprint)
+    config = ModelConfig.from_file(folder)
+    _refuse(folder, _odd_plan(about.plan, config))
+    leaves, treedef = tree_leaves(build(config, about.dtype, about.plan))
     paths = {path for path, _ in leaves}
-    if paths != set(about["weights"]):
-        odd = {path: "checkpoint" if path in paths else "model" for path in sorted(paths ^ set(about["weights"]))}
-        raise CheckpointError(folder, [f"{path}: not in the {where}" for path, where in odd.items()])
-    arrays = _restore(folder, about["arrays"])
-    return treedef.unflatten([_put_together(path, about["weights"][path], arrays) for path, _ in leaves])
+    odd = {path: "checkpoint" if path in paths else "model" for path in sorted(paths ^ set(about.weights))}
+    _refuse(folder, [f"{path}: not in the {where}" for path, where in odd.items()])
+    missing = {name for path in paths for name in about.weights[path].names(path)} - set(about.arrays)
+    _refuse(folder, [f"{MARKER}: no array {name}" for name in sorted(missing)])
+    arrays = _restore(folder, about.arrays)
+    weights = [about.weights[path].put_together(path, arrays) for path, _ in leaves]
+    shapes = [(path, matrix_shape(w), matrix_shape(spec)) for (path, spec), w in zip(leaves, weights, strict=True)]
+    _refuse(
+        folder, [f"{path} is {list(has)}, config.json makes it {list(due)}" for path, has, due in shapes if has != due]
+    )
+    return treedef.unflatten(weights)
 
 
-def _read_about(folder: Path) -> dict[str, Any]:
+def _refuse(folder: Path, findings: list[str]) -> None:
+    if findings:
+        raise CheckpointError(folder, findings)
+
+
+def _odd_plan(plan: Plan, config: ModelConfig) -> list[str]:
+    """What a depth plan has otherwise than config.json; counted before it is written out, it may be anything."""
+    if (count := sum(len(layers) * max(repeats, 0) for layers, repeats in plan)) != config.num_layers:
+        return [f"{MARKER}: the plan has {count} layers, config.json {config.num_layers}"]
+    kinds = [kind for layers, repeats in plan for kind in layers * repeats]
+    stated = zip(config.attention, config.mlp, strict=True)
+    return [
+        f"{MARKER}: layer {i} is {a}, in config.json {b}"
+        for i, (a, b) in enumerate(zip(kinds, stated, strict=True))
+        if a != b
+    ]
+
+
+def _read_about(folder: Path) -> "About":
+    import pydantic
+
     if not (folder / MARKER).is_file():
         what = f"no {MARKER}, which is written last: the save was not finished" if folder.is_dir() else "no such folder"
         raise CheckpointError(folder, [what])
@@ -81,10 +111,14 @@ def _read_about(folder: Path) -> dict[str, Any]:
         raise CheckpointError(folder, [f"{MARKER} is not JSON: {error}"]) from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise CheckpointError(folder, [f"{MARKER} is not of the format {FORMAT!r}"])
-    return about
+    try:
+        return pydantic.TypeAdapter(About).validate_python(about)
+    except pydantic.ValidationError as error:
+        wrong = [f"{MARKER}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise CheckpointError(folder, wrong) from None
 
 
-def _restore(folder: Path, arrays: dict[str, Any]) -> dict[str, jax.Array]:
+def _restore(folder: Path, arrays: dict[str, tuple[str, tuple[int, ...], int]]) -> dict[str, jax.Array]:
     import orbax.checkpoint as ocp
 
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -104,36 +138,84 @@ def checksum(array: jax.Array) -> int:
     return zlib.crc32(np.asarray(array).tobytes())
 
 
-def _take_apart(path: str, leaf: Any, arrays: dict[str, jax.Array]) -> Any:
-    """Enter the arrays of a weight under their paths -> how to put them together again, as JSON."""
+# --- model.json ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One array, under the path of the weight."""
+
+    kind: Literal["array"] = "array"
+
+    def names(self, path: str) -> list[str]:
+        return [path]
+
+    def put_together(self, path: str, arrays: dict[str, jax.Array]) -> Any:
+        return arrays[path]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The two arrays of an MXFP4 weight."""
+
+    layout: Layout
+    kind: Literal["MXFP4"] = "MXFP4"
+
+    def names(self, path: str) -> list[str]:
+        return [f"{path}.packed", f"{path}.scale"]
+
+    def put_together(self, path: str, arrays: dict[str, jax.Array]) -> Any:
+        packed, scale = (arrays[name] for name in self.names(path))
+        return MXFP4(packed, scale, layout=self.layout)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A LoRA weight: how its base is held, and which of its own arrays there are."""
+
+    base: "Plain | Packed | Adapted"
+    arrays: tuple[Literal["a", "b", "slots"], ...]
+    scaling: float
+    kind: Literal["LoRA"] = "LoRA"
+
+    def names(self, path: str) -> list[str]:
+        return [*self.base.names(f"{path}.base"), *(f"{path}.{name}" for name in self.arrays)]
+
+    def put_together(self, path: str, arrays: dict[str, jax.Array]) -> Any:
+        own = {name: arrays[f"{path}.{name}"] for name in self.arrays}
+        return LoRA(self.base.put_together(f"{path}.base", arrays), **own, scaling=self.scaling)
+
+
+@dataclass(frozen=True)
+class About:
+    """What model.json says. plan: per segment (attention, ffn) of its layers, and repeats. arrays: dtype, shape and
+    CRC-32 by name."""
+
+    format: str
+    dtype: Literal["float32", "bfloat16", "float16", "float64"]
+    plan: Plan
+    weights: dict[str, Plain | Packed | Adapted]
+    arrays: dict[str, tuple[str, tuple[int, ...], int]]
+
+    def __post_init__(self):
+        for name, (dtype, shape, _) in self.arrays.items():
+            if dtype not in STORABLE or min(shape, default=0) < 0:
+                raise ValueError(f"{name} is {dtype} {list(shape)}: legal are {', '.join(STORABLE)}, no dim below 0")
+
+
+def _take_apart(path: str, leaf: Any, arrays: dict[str, jax.Array]) -> Plain | Packed | Adapted:
+    """Enter the arrays of a weight under their paths -> how to put them together again."""
     match leaf:
         case MXFP4():
             arrays[f"{path}.packed"], arrays[f"{path}.scale"] = leaf.packed, leaf.scale
-            return {"kind": "MXFP4", "layout": leaf.layout}
+            return Packed(leaf.layout)
         case LoRA():
             base = _take_apart(f"{path}.base", leaf.base, arrays)
-            parts = {name: getattr(leaf, name) for name in _adapter_arrays() if getattr(leaf, name) is not None}
+            parts: Any = {name: getattr(leaf, name) for name in ("a", "b", "slots") if getattr(leaf, name) is not None}
             arrays.update({f"{path}.{name}": array for name, array in parts.items()})
-            return {"kind": "LoRA", "base": base, "arrays": sorted(parts), "scaling": leaf.scaling}
+            return Adapted(base, tuple(parts), leaf.scaling)
         case jax.Array():
             arrays[path] = leaf
-            return {"kind": "array"}
+            return Plain()
         case _:
             raise ValueError(f"{path} holds no array but a {type(leaf).__name__}: load or init the model first")
-
-
-def _adapter_arrays() -> list[str]:
-    return [f.name for f in dataclasses.fields(LoRA) if f.name != "base" and not f.metadata.get("static")]
-
-
-def _put_together(path: str, kind: Any, arrays: dict[str, jax.Array]) -> Any:
-    match kind["kind"]:
-        case "array":
-            return arrays[path]
-        case "MXFP4":
-            return MXFP4(arrays[f"{path}.packed"], arrays[f"{path}.scale"], layout=kind["layout"])
-        case "LoRA":
-            base = _put_together(f"{path}.base", kind["base"], arrays)
-            return LoRA(base, **{name: arrays[f"{path}.{name}"] for name in kind["arrays"]}, scaling=kind["scaling"])
-        case other:
-            raise ValueError(f"{path}: unknown kind of weight {other!r}")

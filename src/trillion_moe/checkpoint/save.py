@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from trillion_moe.config import ModelConfig
 from trillion_moe.weights import MXFP4, LoRA
 
 
-def save(folder: str | Path, model: Any, *, shard_bytes: float = 5e9) -> None:
+def save(folder: str | Path, model: Any, *, beside: Sequence[Path] = (), shard_bytes: float = 5e9) -> None:
     """Write ``model.safetensors`` (or shards of at most `shard_bytes` and their index) and ``config.json``.
 
     Every tensor in the dtype it is held in, experts packed if they are, names and A_log as `model.config` says, which
     is as they were read; config.json says the dtype of the embedding. One tensor at a time is in host memory. The
-    folder appears complete or not at all, and is never overwritten.
+    folder appears complete or not at all, and is never overwritten. beside: files to copy into it.
 
     Raises CheckpointError if the folder is there already, or with all leaves that have no place in a checkpoint:
     adapters, Specs, float32 tensors in another dtype, experts packed in part.
@@ -35,6 +36,7 @@ def save(folder: str | Path, model: Any, *, shard_bytes: float = 5e9) -> None:
     cfg = described(model)
     shards = _cut(dict(_planned(model, leaves, cfg)), shard_bytes)
     with new_folder(folder) as temporary:
+        copy_files(beside, temporary)
         files = {}
         for i, shard in enumerate(shards):
             file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -119,13 +121,15 @@ def _natural_order(name: str) -> list[tuple[bool, int, str]]:
 
 def files_beside(folder: str | Path) -> list[Path]:
     """The files of a checkpoint's folder that are neither its config nor weights: tokenizer, chat template, settings of
-    pictures and of generation. CheckpointError if there is no such folder or it holds none."""
+    pictures and of generation. CheckpointError if there is no such folder."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(folder, ["no such folder"])
     kept = (".json", ".jinja", ".model", ".txt", ".py")
     names = ("config.json", INDEX, "model.json")
-    found = sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in kept and f.name not in names)
-    if not found:
-        raise CheckpointError(folder, [f"holds no file to copy: legal are {', '.join(kept)} beside config.json"])
-    return found
+    return sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in kept and f.name not in names)
+
+
+def copy_files(files: Iterable[Path], folder: Path) -> None:
+    for file in files:
+        shutil.copyfile(file, folder / file.name)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax
 
-from trillion_moe.checkpoint import export_adapter
+from trillion_moe.checkpoint import export_adapter, files_beside
 from trillion_moe.checkpoint import save as save_folder
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.config import ModelConfig
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     done = output / (MODEL if config.lora is None else ADAPTER)
     if done.exists():
         raise CheckpointError(output, [f"{done.name} is there: this run has ended; choose another output"])
+    _check_writable(output)
     cfg = ModelConfig.from_file(config.model)  # rows are checked before the weights, which take longer, are read
     processor = load_processor(config.model, cfg)
     train, held_out = _examples(config, cfg, processor)
@@ -73,10 +75,20 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     result = trainer.run(quiet=args.quiet)
     if result.signal is not None:
         return SIGNALLED + result.signal
-    (save_folder if config.lora is None else export_adapter)(done, result.model)
+    if config.lora is None:
+        save_folder(done, result.model, beside=files_beside(config.model))
+    else:
+        export_adapter(done, result.model)
     picture(output)
     print(done)
     return 0
+
+
+def _check_writable(output: Path) -> None:
+    """CheckpointError where the output cannot be made: found before anything is read."""
+    there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise CheckpointError(output, [f"cannot be written: {there} is no folder that this user may write"])
 
 
 def _examples(config: RunConfig, model: ModelConfig, processor: Processor) -> tuple[Examples, Examples | None]:
