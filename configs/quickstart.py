@@ -1,4 +1,4 @@
-"""The model of `make quickstart`: four small layers with all of Kimi K3's parts, and its vocabulary."""
+"""The model of `make quickstart`: three small layers with all of Kimi K3's parts, and its vocabulary."""
 
 from trillion_moe.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
 
@@ -20,15 +20,15 @@ CONTROL = {name: (len(TOKENS) + i, special) for i, (name, special) in enumerate(
 
 
 def config() -> ModelConfig:
-    """Four layers with all of K3's parts: KDA, gated MLA, latent MoE, attention residuals, vision."""
+    """Three layers with all of K3's parts: KDA, gated MLA, latent MoE, attention residuals, vision."""
     vision = VisionConfig(
         hidden_size=64, num_layers=2, num_heads=2, qkv_size=64, mlp_size=128, patch_size=14, text_hidden_size=64,
         pos_emb_height=4, pos_emb_width=4, pos_emb_time=4,
     )  # fmt: skip
     bos, eos, pad, media = (CONTROL[name][0] for name in ("[BOS]", "<|end_of_msg|>", "[PAD]", "<|media_pad|>"))
     return ModelConfig(
-        model_type="kimi_k3", vocab_size=len(TOKENS) + 256, hidden_size=64, num_layers=4, dense_hidden_size=128,
-        attention=("kda", "mla") * 2, mlp=("dense",) + ("moe",) * 3,
+        model_type="kimi_k3", vocab_size=len(TOKENS) + 256, hidden_size=64, num_layers=3, dense_hidden_size=128,
+        attention=("kda", "mla", "kda"), mlp=("dense", "moe", "moe"),
         activation="situ", situ_beta=4.0, situ_linear_beta=25.0, attn_res_block=2, rms_norm_eps=1e-5, dtype="float32",
         bos_id=bos, eos_ids=(eos,), pad_id=pad, media_id=media, initializer_range=0.05,
         kda=KDAConfig(

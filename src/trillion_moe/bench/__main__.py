@@ -86,7 +86,9 @@ def _lora(rounds: int) -> dict[str, Any]:
         print(f"{part['what']}: {speed['ours']:.0f} tokens/s ours, {speed['PEFT']:.0f} transformers + PEFT")
         print(f"  faster {faster['of_medians']:.2f}x by medians, {faster['of_minima']:.2f}x by minima", end="; ")
         print(f"compiled in {part['compile_s']:.1f} s")
-        print(f"  losses of the last update {losses['ours'][-1]:.5f} ours, {losses['PEFT'][-1]:.5f} theirs", flush=True)
+        first, last = ([losses[name][at] for name in ("ours", "PEFT")] for at in (0, -1))
+        print(f"  losses of the first update {first[0]:.5f} ours, {first[1]:.5f} theirs; of the last ", end="")
+        print(f"{last[0]:.5f} and {last[1]:.5f}", flush=True)
     return results
 
 

@@ -1,6 +1,7 @@
 """LoRA training of the 54.8 M-parameter Kimi Linear against transformers + PEFT: same weights, adapter, batch, AdamW.
 
-The adapter is exported here and loaded by PEFT; after equally many updates both report their loss.
+The adapter is exported here and loaded by PEFT, so that the first losses are equal. Later ones differ for routed experts:
+PEFT holds one fused parameter per layer, whose ranks are trained as one, where ours are a shared A with a B per expert.
 """
 
 import tempfile
