@@ -3,6 +3,7 @@
 Shared by tests, benchmarks and tuning, so that all of them speak of the same cases.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -75,3 +76,65 @@ def zipf(rows: int, groups: int, seed: int = 0) -> np.ndarray:
 def all_to_one(rows: int, groups: int, winner: int = 0) -> np.ndarray:
     """Every row in group `winner`."""
     return np.where(np.arange(groups) == winner, rows, 0).astype(np.int32)
+
+
+# --- TPU --------------------------------------------------------------------------------------------------------------
+
+TPU_VMEM = 56 << 20
+"""Bytes a kernel may use: v5p and tpu7x have 64 MiB, v6e 128 (what the compiler enforces)."""
+TPU_BLOCKS = 30 << 20  # of which for operands; the rest is for results and what the compiler spills
+
+
+@dataclass(frozen=True)
+class TpuTiles:
+    """rows: of a tile; part: of a sub-tile, in which a tile that several groups share is multiplied; columns: of the
+    product; contraction: rows of dw, or all of them."""
+
+    rows: int
+    part: int
+    columns: int
+    contraction: int
+
+
+def tpu_tiles(rows: int, k: int, n: int, banks: int, itemsize: int) -> TpuTiles:
+    """The largest tiles whose operands fit twice (one block is read while another is multiplied)."""
+    for high, wide in ((512, 512), (512, 256), (256, 256), (256, 128), (128, 128), (64, 128)):
+        if 2 * itemsize * k * (high + banks * wide) <= TPU_BLOCKS:
+            break
+    high = min(high, -(-rows // 16) * 16)
+    return TpuTiles(high, math.gcd(high, 64), min(wide, n), k)
+
+
+def tpu_grad_tiles(rows: int, k: int, n: int) -> TpuTiles:
+    high = min(512, -(-rows // 16) * 16)
+    return TpuTiles(high, math.gcd(high, 64), min(512, n), min(512, k))
+
+
+# --- NVIDIA -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GpuTiles:
+    """rows, columns: of the tile that a program makes; contraction: of one step of its loop."""
+
+    rows: int
+    columns: int
+    contraction: int
+    warps: int
+    stages: int
+
+
+def gpu_tiles(rows: int, groups: int, sums: int, itemsize: int) -> GpuTiles:
+    """For `sums` accumulators in registers; low tiles where groups have few rows. No spills on sm_90 and sm_100."""
+    high = 128 if rows >= 64 * groups else 32
+    if itemsize > 2:
+        return GpuTiles(min(high, 64), 64 // sums, 32, 4, 2)
+    return GpuTiles(high, 128 // sums, 64, 8 if high == 128 else 4, 3)
+
+
+def gpu_grad_tiles(k: int, n: int, itemsize: int) -> GpuTiles:
+    """rows are those of dw."""
+    low = min(k, n) <= 32
+    if itemsize > 2 or low:
+        return GpuTiles(32 if k <= 32 else 64, 32 if n <= 32 else 64, 32, 4, 2)
+    return GpuTiles(128, 128, 64, 8, 3)

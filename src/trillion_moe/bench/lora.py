@@ -1,7 +1,7 @@
 """LoRA training of the 54.8 M-parameter Kimi Linear against transformers + PEFT: same weights, adapter, batch, AdamW.
 
-The adapter is exported here and loaded by PEFT, so that the first losses are equal. Later ones differ for routed experts:
-PEFT holds one fused parameter per layer, whose ranks are trained as one, where ours are a shared A with a B per expert.
+The adapter is exported here and loaded by PEFT, so that the first losses are equal. Later ones differ for routed
+experts: PEFT trains one fused parameter per layer, with an A of its own for each expert, where ours share theirs.
 """
 
 import tempfile
