@@ -29,7 +29,9 @@ DEV := $(VENV)/.installed-dev
 PARITY := $(VENV)/.installed-parity
 INPUTS := $(MADE) pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help venv parity quickstart test check bench proof clean
+AOT := .venv-aot
+
+.PHONY: help venv parity aot quickstart test check bench proof clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +56,14 @@ venv: $(DEV)  ## make .venv with all that tests and checks need
 
 parity: $(PARITY)  ## the same, with PyTorch, transformers and PEFT to compare with
 
+# Apart: a CUDA plugin without a driver complains at every start of JAX.
+$(AOT)/.installed-$(PY_TAG): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv --clear $(AOT)
+	$(AOT)/bin/python -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable '.[demo,dev,aot]'
+	touch $@
+
+aot: $(AOT)/.installed-$(PY_TAG)  ## an environment that compiles for TPUs and GPUs which are not there, in .venv-aot
+
 quickstart: $(DEMO)  ## train, quantise and generate on a tiny model
 	$(BIN)/python -m trillion_moe.quickstart
 
@@ -72,7 +82,9 @@ bench: $(PARITY)  ## measure speed beside PyTorch and transformers
 proof: $(PARITY)  ## run what is too long for CI and write it, with versions, to docs/proof
 	mkdir -p docs/proof
 	$(BIN)/python -m trillion_moe.bench --output docs/proof/bench.json
+	$(MAKE) aot
+	$(AOT)/bin/python -m trillion_moe.verify.kernels --output docs/kernels.md
 
-clean:  ## remove .venv and all that builds, tests and tools leave behind
-	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+clean:  ## remove the environments and all that builds, tests and tools leave behind
+	rm -rf $(VENV) $(AOT) build dist runs .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

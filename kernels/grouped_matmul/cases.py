@@ -124,17 +124,21 @@ class GpuTiles:
     stages: int
 
 
-def gpu_tiles(rows: int, groups: int, sums: int, itemsize: int) -> GpuTiles:
+def gpu_tiles(rows: int, groups: int, k: int, n: int, sums: int, itemsize: int) -> GpuTiles:
     """For `sums` accumulators in registers; low tiles where groups have few rows. No spills on sm_90 and sm_100."""
     high = 128 if rows >= 64 * groups else 32
     if itemsize > 2:
-        return GpuTiles(min(high, 64), 64 // sums, 32, 4, 2)
-    return GpuTiles(high, 128 // sums, 64, 8 if high == 128 else 4, 3)
+        return GpuTiles(min(high, 64), _power(n, 64 // sums), _power(k, 32), 4, 2)
+    return GpuTiles(high, _power(n, 128 // sums), _power(k, 64), 8 if high == 128 and n > 64 else 4, 3)
 
 
 def gpu_grad_tiles(k: int, n: int, itemsize: int) -> GpuTiles:
     """rows are those of dw."""
-    low = min(k, n) <= 32
-    if itemsize > 2 or low:
-        return GpuTiles(32 if k <= 32 else 64, 32 if n <= 32 else 64, 32, 4, 2)
-    return GpuTiles(128, 128, 64, 8, 3)
+    if itemsize > 2:
+        return GpuTiles(_power(k, 64), _power(n, 64), 32, 4, 2)
+    return GpuTiles(_power(k, 128), _power(n, 128), 64, 8 if min(k, n) > 64 else 4, 3)
+
+
+def _power(size: int, most: int) -> int:
+    """The power of two, 16 (what tensor cores take) to `most`, that covers `size` best."""
+    return min(most, max(16, 1 << (size - 1).bit_length()))

@@ -2,6 +2,7 @@
 
 decode, encode, to_layout, check        the codec (`codec.py`)
 grouped_matmul_mxfp4                    y[r] = x[r] @ w[e(r)]^T, the bank never decoded as a whole
+gated_grouped_matmul_mxfp4              the same for gate and up at once, and their activation
 """
 
 from collections.abc import Callable
@@ -9,16 +10,59 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ..grouped_matmul import Array, check_groups, choose
-from . import codec, reference, xla
+from ..grouped_matmul import Activation, Array, activate, check_added, check_groups, choose, pallas
+from . import codec, gpu, reference, tpu, xla
 from .codec import check, decode, encode, to_layout
 
-__all__ = ["IMPLS", "check", "decode", "encode", "grouped_matmul_mxfp4", "to_layout"]
+__all__ = [
+    "GATED",
+    "IMPLS",
+    "LAYOUT",
+    "check",
+    "decode",
+    "encode",
+    "gated_grouped_matmul_mxfp4",
+    "grouped_matmul_mxfp4",
+    "to_layout",
+]
+
+Packed = tuple[jax.Array, jax.Array]  # packed, scale
+
+
+def _kernels(kernels: pallas.Kernels) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array, str], jax.Array]:
+    return lambda x, packed, scale, group_sizes, layout: pallas.matmul(kernels, False, x, (packed, scale), group_sizes)
+
+
+def _gated_kernels(kernels: pallas.Kernels) -> Callable[..., jax.Array]:
+    return lambda activation, x, gate, up, added, group_sizes, layout: pallas.gated(
+        kernels, activation, x, gate, up, added, group_sizes
+    )
+
+
+def _gated_by(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Two products, then the activation: for implementations that do not fuse them."""
+
+    def gated(activation, x, gate, up, added, group_sizes, layout):
+        left, right = (product(x, *bank, group_sizes, layout) for bank in (gate, up))
+        return activate(activation, left, right, added)
+
+    return gated
+
 
 IMPLS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, jax.Array, str], jax.Array]] = {
     "reference": reference.grouped_matmul_mxfp4,
     "xla": xla.grouped_matmul_mxfp4,
+    "tpu": _kernels(tpu.KERNELS),
+    "gpu": _kernels(gpu.KERNELS),
 }
+GATED: dict[str, Callable[..., jax.Array]] = {
+    "reference": _gated_by(reference.grouped_matmul_mxfp4),
+    "xla": _gated_by(xla.grouped_matmul_mxfp4),
+    "tpu": _gated_kernels(tpu.KERNELS),
+    "gpu": _gated_kernels(gpu.KERNELS),
+}
+LAYOUT = {"tpu": "kn", "gpu": "nk"}
+"""The layout that a kernel reads; the others read both."""
 
 
 def grouped_matmul_mxfp4(
@@ -41,10 +85,47 @@ def grouped_matmul_mxfp4(
     at a time. Raises ValueError for an unknown `impl` or `layout` and for shapes that do not fit, TypeError for
     storage dtypes that are not bytes.
     """
-    run = choose(IMPLS, impl, "grouped_matmul_mxfp4")
-    if packed.ndim != 3:
-        raise ValueError(f"grouped_matmul_mxfp4: packed must have 3 dims (experts first), got {packed.shape}")
-    _, k = codec.dims(packed.shape, scale.shape, layout)
+    run = choose(IMPLS, impl, "grouped_matmul_mxfp4", x.dtype)
+    _, k = _check_bank((packed, scale), layout, impl, "grouped_matmul_mxfp4")
     check_groups(x, group_sizes, packed.shape[0], k, "grouped_matmul_mxfp4")
     x, packed, scale = jnp.asarray(x), jnp.asarray(packed), jnp.asarray(scale)
     return run(x, packed, scale, jnp.asarray(group_sizes, jnp.int32), layout)
+
+
+def gated_grouped_matmul_mxfp4(
+    x: Array,
+    gate: tuple[Array, Array],
+    up: tuple[Array, Array],
+    group_sizes: Array,
+    activation: Activation,
+    *,
+    added: tuple[Array, ...] = (),
+    layout: str = "nk",
+    impl: str = "xla",
+) -> jax.Array:
+    """y [R, F] with y[r] = activation(x[r] @ gate[e(r)]^T, x[r] @ up[e(r)]^T), the activation in fp32.
+
+    gate, up: (packed, scale) of one shape, as in `grouped_matmul_mxfp4`; added: nothing, or two arrays [R, F] that are
+    added to the products first. Differentiable in x and added. The kernels store no product: the backward pass makes
+    them again from x. Errors as there.
+    """
+    name = "gated_grouped_matmul_mxfp4"
+    run = choose(GATED, impl, name, x.dtype)
+    n, k = _check_bank(gate, layout, impl, name)
+    if _check_bank(up, layout, impl, name) != (n, k) or gate[0].shape != up[0].shape:
+        raise ValueError(f"{name}: gate and up must have one shape, got {gate[0].shape} and {up[0].shape}")
+    check_groups(x, group_sizes, gate[0].shape[0], k, name)
+    check_added(added, x.shape[0], n, name)
+    banks = (tuple(map(jnp.asarray, bank)) for bank in (gate, up))
+    more = tuple(map(jnp.asarray, added))
+    return run(activation, jnp.asarray(x), *banks, more, jnp.asarray(group_sizes, jnp.int32), layout)
+
+
+def _check_bank(bank: tuple[Array, Array], layout: str, impl: str, name: str) -> tuple[int, int]:
+    """(N, K) of a bank [E, N, K]."""
+    packed, scale = bank
+    if packed.ndim != 3:
+        raise ValueError(f"{name}: packed must have 3 dims (experts first), got {packed.shape}")
+    if layout != LAYOUT.get(impl, layout):
+        raise ValueError(f"{name}: impl {impl!r} reads layout {LAYOUT[impl]!r}, the bank has {layout!r}: see to_layout")
+    return codec.dims(packed.shape, scale.shape, layout)

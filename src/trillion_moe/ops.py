@@ -1,8 +1,11 @@
-"""The three products that know how a weight is stored: `dot`, `grouped_dot` and `dense`.
+"""The products that know how a weight is stored: `dot`, `grouped_dot`, `grouped_glu` and `dense`.
 
-Shape suffixes: K contraction, N out, R routed rows, E experts, r adapter rank.
+Which implementation of an operator they call is said by `using`, else by the platform. Shape suffixes: K contraction, N
+out, R routed rows, E experts, F expert hidden, r adapter rank.
 """
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import assert_never
 
 import jax
@@ -10,9 +13,58 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from trillion_moe.kernels.grouped_matmul import grouped_matmul
-from trillion_moe.kernels.mxfp4 import decode, grouped_matmul_mxfp4
-from trillion_moe.weights import MXFP4, LoRA, Weight
+from trillion_moe.kernels import grouped_matmul as grouped
+from trillion_moe.kernels import mxfp4
+from trillion_moe.kernels.grouped_matmul import Activation, Silu, Situ, activate
+from trillion_moe.weights import MXFP4, LoRA, Weight, matrix_shape
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Activation",
+    "Silu",
+    "Situ",
+    "accumulator",
+    "activate",
+    "dense",
+    "dot",
+    "grouped_dot",
+    "grouped_glu",
+    "implementation",
+    "using",
+]
+
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    "grouped_matmul": tuple(name for name in grouped.IMPLS if name != "reference"),
+    "grouped_matmul_mxfp4": tuple(name for name in mxfp4.IMPLS if name != "reference"),
+}
+"""Operators of which there is more than one implementation."""
+
+_chosen = jax.make_user_context(default_value=())  # part of what `jax.jit` keeps programs by
+
+
+@contextlib.contextmanager
+def using(choice: Mapping[str, str]) -> Iterator[None]:
+    """Inside, these implementations and no others: operator to implementation, those that are not named by platform.
+
+    ValueError for a name that is not in `IMPLEMENTATIONS`.
+    """
+    for operator, name in choice.items():
+        if operator not in IMPLEMENTATIONS:
+            raise ValueError(f"no operator {operator!r} to choose: legal are {', '.join(IMPLEMENTATIONS)}")
+        if name not in IMPLEMENTATIONS[operator]:
+            raise ValueError(f"{operator} has no {name!r}: legal are {', '.join(IMPLEMENTATIONS[operator])}")
+    with _chosen(tuple(sorted(choice.items()))):
+        yield
+
+
+def implementation(operator: str, dtype: DTypeLike) -> str:
+    """What computes an operator here and now: the choice of `using`, or the platform's kernel if it takes the dtype."""
+    chosen = dict(_chosen.value)
+    if operator in chosen:
+        return chosen[operator]
+    platform = jax.default_backend()
+    takes = jnp.dtype(dtype).name in ("float32", "bfloat16")
+    return platform if platform in ("tpu", "gpu") and takes else "xla"
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
@@ -46,15 +98,56 @@ def grouped_dot(x_RK: jax.Array, w: Weight, group_sizes_E: jax.Array) -> jax.Arr
     """
     match w:
         case jax.Array():
-            return grouped_matmul(x_RK, w.astype(x_RK.dtype), group_sizes_E)
+            impl = implementation("grouped_matmul", x_RK.dtype)
+            return grouped.grouped_matmul(x_RK, w.astype(x_RK.dtype), group_sizes_E, impl=impl)
         case MXFP4():
-            return grouped_matmul_mxfp4(x_RK, w.packed, w.scale, group_sizes_E, layout=w.layout)
+            impl = implementation("grouped_matmul_mxfp4", x_RK.dtype)
+            return mxfp4.grouped_matmul_mxfp4(x_RK, w.packed, w.scale, group_sizes_E, layout=w.layout, impl=impl)
         case LoRA():
-            base = grouped_dot(x_RK, w.base, group_sizes_E)
-            h_Rr = _adapter_dot(x_RK, w.a, w.slots, group_sizes_E)
-            return base + _scaled(_adapter_dot(h_Rr, w.b, w.slots, group_sizes_E), w.scaling)
+            return grouped_dot(x_RK, w.base, group_sizes_E) + _adapter(x_RK, w, group_sizes_E)
         case _:
             assert_never(w)
+
+
+def grouped_glu(
+    x_RK: jax.Array, gate: Weight, up: Weight, group_sizes_E: jax.Array, activation: Activation
+) -> jax.Array:
+    """``activation(x @ gate, x @ up)`` of rows sorted by expert: ``[R, K] -> [R, F]``. See `grouped_dot`."""
+    return _glu(x_RK, gate, up, (), group_sizes_E, activation)
+
+
+def _glu(x_RK, gate: Weight, up: Weight, added: tuple[jax.Array, ...], group_sizes_E, activation) -> jax.Array:
+    """added: nothing, or what adapters add to either product."""
+    match gate, up:
+        case (LoRA(), _) | (_, LoRA()):
+            more = tuple(_adapter(x_RK, w, group_sizes_E) for w in (gate, up))
+            below, beside = (w.base if isinstance(w, LoRA) else w for w in (gate, up))
+            more = tuple(map(jnp.add, added, more)) if added else more
+            return _glu(x_RK, below, beside, more, group_sizes_E, activation)
+        case (jax.Array(), jax.Array()):
+            impl, dtype = implementation("grouped_matmul", x_RK.dtype), x_RK.dtype
+            return grouped.gated_grouped_matmul(
+                x_RK, gate.astype(dtype), up.astype(dtype), group_sizes_E, activation, added=added, impl=impl
+            )
+        case (MXFP4(layout=layout), MXFP4()) if up.layout == layout:
+            impl = implementation("grouped_matmul_mxfp4", x_RK.dtype)
+            first, second = (gate.packed, gate.scale), (up.packed, up.scale)
+            return mxfp4.gated_grouped_matmul_mxfp4(
+                x_RK, first, second, group_sizes_E, activation, added=added, layout=layout, impl=impl
+            )
+        case _:  # stored in two ways
+            left_RF, right_RF = (grouped_dot(x_RK, w, group_sizes_E) for w in (gate, up))
+            return activate(activation, left_RF, right_RF, added)
+
+
+def _adapter(x_RK: jax.Array, w: Weight, group_sizes_E: jax.Array) -> jax.Array:
+    """What an adapter adds to the product, zeros without one."""
+    match w:
+        case LoRA():
+            h_Rr = _adapter_dot(x_RK, w.a, w.slots, group_sizes_E)
+            return _scaled(_adapter_dot(h_Rr, w.b, w.slots, group_sizes_E), w.scaling)
+        case _:
+            return jnp.zeros((x_RK.shape[0], matrix_shape(w)[-1]), x_RK.dtype)
 
 
 def dense(w: Weight, dtype: DTypeLike) -> jax.Array:
@@ -63,7 +156,7 @@ def dense(w: Weight, dtype: DTypeLike) -> jax.Array:
         case jax.Array():
             return w.astype(dtype)
         case MXFP4():
-            w_nk = decode(w.packed, w.scale, layout=w.layout, dtype=dtype)
+            w_nk = mxfp4.decode(w.packed, w.scale, layout=w.layout, dtype=dtype)
             return w_nk if w.layout == "kn" else jnp.swapaxes(w_nk, -1, -2)
         case LoRA():
             base = dense(w.base, dtype)
@@ -78,7 +171,7 @@ def dense(w: Weight, dtype: DTypeLike) -> jax.Array:
 def _adapter_dot(x_RK: jax.Array, m: jax.Array, slots_E: jax.Array | None, group_sizes_E: jax.Array) -> jax.Array:
     if m.ndim == 2:
         return dot(x_RK, m)
-    return grouped_matmul(x_RK, _per_expert(m, slots_E).astype(x_RK.dtype), group_sizes_E)
+    return grouped_dot(x_RK, _per_expert(m, slots_E), group_sizes_E)
 
 
 def _per_expert(m: jax.Array, slots_E: jax.Array | None) -> jax.Array:

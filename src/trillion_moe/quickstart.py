@@ -219,7 +219,7 @@ def main() -> int:
             exchange(args.output, packed, adapted, in_german, lambda model: answers(model, processor, held_out))
 
     held_out.pictures[0].save(args.output / "digit.png")
-    write_conversations(args.output / "chat.jsonl", seen[:40])
+    write_conversations(args.output / "chat.jsonl", seen[:200])
     picture(args.output / "quickstart.png", rows, curves, held_out, given, in_german)
     print(f"checkpoint and picture in {args.output}, {time.perf_counter() - began:.0f} s in all")
     short = [name for name, reached, needed, _ in rows if reached < needed]

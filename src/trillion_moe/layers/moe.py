@@ -11,10 +11,10 @@ from jax import lax
 from trillion_moe.blueprint import Spec, constant, normal
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, tap_into
-from trillion_moe.layers.mlp import GatedMLP, gated_activation
+from trillion_moe.layers.mlp import GatedMLP, activation_of
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.router import Router
-from trillion_moe.ops import accumulator, dot, grouped_dot
+from trillion_moe.ops import accumulator, dot, grouped_dot, grouped_glu
 
 
 class Experts(nnx.Module):
@@ -32,9 +32,8 @@ class Experts(nnx.Module):
         self.down = Spec((e, f, width), dtype, ("expert", "expert_mlp", "expert_embed"), std)
 
     def __call__(self, x_RL: jax.Array, group_sizes_E: jax.Array, cfg: ModelConfig) -> jax.Array:
-        gate_RF = grouped_dot(x_RL, self.gate, group_sizes_E)
-        up_RF = grouped_dot(x_RL, self.up, group_sizes_E)
-        return grouped_dot(gated_activation(gate_RF, up_RF, cfg), self.down, group_sizes_E)
+        hidden_RF = grouped_glu(x_RL, self.gate, self.up, group_sizes_E, activation_of(cfg))
+        return grouped_dot(hidden_RF, self.down, group_sizes_E)
 
 
 class MoE(nnx.Module):
