@@ -2,12 +2,11 @@
 
 import argparse
 import json
-import os
-import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from trillion_moe.bench.machine import machine
 
 PARTS = ("grouped", "model", "lora")
 
@@ -18,7 +17,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="timed calls of each rival")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
-    results: dict[str, Any] = {"machine": _machine()}
+    results: dict[str, Any] = {"machine": machine()}
     for part in args.only or PARTS:
         results[part] = _PARTS[part](args.rounds)
     if args.output:
@@ -26,23 +25,6 @@ def main() -> int:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
         print(f"written to {args.output}")
     return 0
-
-
-def _machine() -> dict[str, Any]:
-    packages = ("trillion-moe", "jax", "jaxlib", "flax", "numpy", "torch", "transformers", "peft")
-    return {
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _grouped(rounds: int) -> list[dict[str, Any]]:

@@ -1,0 +1,36 @@
+"""The benchmark for GPUs: it checks what it times, here with the portable implementation at small sizes."""
+
+import jax
+import pytest
+
+from trillion_moe.bench import gpu
+from trillion_moe.kernels import mxfp4
+
+SMALL = {"rows": 96, "k": 64, "n": 48, "rounds": 1, "rival": False}
+
+
+@pytest.mark.slow
+def test_every_kernel_is_checked_and_timed() -> None:
+    rows = gpu.measure("xla", 4, **SMALL)
+    names = ["bf16 forward", "bf16 both gradients", "MXFP4 forward", "MXFP4 row gradient"]
+    assert [row["what"] for row in rows] == [*names, "bf16 gate and up", "MXFP4 gate and up"]
+    assert all(row["tflops"] > 0 and row["share_of_dense_rate"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch) -> None:
+    right = mxfp4.IMPLS["xla"]
+
+    def wrong(x, packed, scale, sizes, layout):
+        return right(x, (packed >> 4) | (packed << 4), scale, sizes, layout)
+
+    monkeypatch.setitem(mxfp4.IMPLS, "xla", wrong)
+    with pytest.raises(ArithmeticError, match="MXFP4 forward: expert 0 is off by"):
+        gpu.measure("xla", 4, **SMALL)
+
+
+def test_without_a_gpu(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    assert jax.default_backend() == "cpu"
+    assert gpu.main() == 1
+    assert "an NVIDIA GPU is needed, JAX has cpu" in capsys.readouterr().err
