@@ -60,6 +60,7 @@ def unpadded(array, shape, padding):
     return by_row.reshape(-1, *array.shape[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", ["input_ids", "input_ids_expanded"])
 def test_images_and_text(model, folder, ids):
     golden = load_file(folder / "image_text.safetensors")
@@ -70,6 +71,7 @@ def test_images_and_text(model, folder, ids):
     assert rel_rms(logits, golden["logits"]) < BAR
 
 
+@pytest.mark.slow
 def test_packed_experts(folder):
     packed = tm.load(folder / "mxfp4")
     golden = load_file(folder / "mxfp4" / "text.safetensors")
@@ -82,6 +84,7 @@ def test_packed_experts(folder):
         np.testing.assert_array_equal(np.asarray(bank[expert]).T, expected, err_msg=name)
 
 
+@pytest.mark.slow
 def test_prefill_and_decode(model, folder):
     """Prefill of T - 2 tokens, then two single steps: logits and every cache."""
     golden = load_file(folder / "decode.safetensors")
@@ -113,6 +116,7 @@ def compare_caches(model, caches, golden, prefix):
         assert rel_rms(v.swapaxes(0, 1)[None], golden[f"{at}value"]) < BAR
 
 
+@pytest.mark.slow
 def test_greedy_ids(model, folder):
     golden = load_file(folder / "greedy.safetensors")
     completions = tm.generate(model, golden["prompt_ids"].tolist(), max_new_tokens=16, eos_ids=())

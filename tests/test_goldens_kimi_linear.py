@@ -49,6 +49,7 @@ def test_left_padding(model, inputs, outputs):
     assert rel_rms(np.asarray(logits)[mask == 1], outputs["padded.logits"][mask == 1]) < BAR
 
 
+@pytest.mark.slow
 def test_greedy_ids(model, inputs, outputs):
     """Unequal prompts, generated as one batch."""
     mask = inputs["gen.attention_mask"].astype(bool)
@@ -57,6 +58,7 @@ def test_greedy_ids(model, inputs, outputs):
     np.testing.assert_array_equal([c.ids for c in completions], outputs["gen.sequences"][:, mask.shape[1] :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_gradients(model, inputs, outputs, tmp_path, remat):
     def mean_loss(model, batch):

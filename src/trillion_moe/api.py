@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,6 +25,7 @@ from trillion_moe.inputs import Images, InputError, check_inputs, traced
 from trillion_moe.layers.block import LayerSpec
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Caches, Model, Segment, bucket, depth_plan, grow
+from trillion_moe.ops import using
 from trillion_moe.transforms import (
     LoRAConfig,
     add_lora,
@@ -34,6 +36,8 @@ from trillion_moe.transforms import (
     remove_lora,
 )
 from trillion_moe.transforms.adapters import with_lora
+from trillion_moe.verify import Report, VerifyError, verify
+from trillion_moe.verify.report import load as _load_operators
 from trillion_moe.weights import Layout
 
 __all__ = [
@@ -50,8 +54,10 @@ __all__ = [
     "ModelConfig",
     "Piece",
     "Processor",
+    "Report",
     "Session",
     "TokenizerError",
+    "VerifyError",
     "add_lora",
     "combine",
     "export_adapter",
@@ -68,6 +74,8 @@ __all__ = [
     "save",
     "stream",
     "trace",
+    "using_verified",
+    "verify",
 ]
 
 # How a packed bank lies in memory: transposed where decoding runs along N (measured: 1.8x faster decoding on CPU).
@@ -150,6 +158,16 @@ def export_adapter(path: str | Path, model: Model, *, names: Literal["peft", "re
     Raises CheckpointError if the folder exists, or with all that the format cannot hold.
     """
     checkpoint.export_adapter(path, model, names=names)
+
+
+def using_verified(path: str | Path, model: Model) -> AbstractContextManager[None]:
+    """Inside, a model runs the implementations that passed here: the first of each list in a file that
+    ``verify(...).write(path)`` or `trillion-moe verify --json` wrote.
+
+    Raises VerifyError, at once, for a file of another machine, other versions or another model, and where nothing
+    passed in the model's dtype.
+    """
+    return using(_load_operators(path, model.config, model.dtype))
 
 
 def load_adapter(model: Model, path: str | Path, *, check_base: bool = True) -> Model:

@@ -2,6 +2,7 @@
 (2: usage, 130: interrupted, 141: nobody reads the output any more)."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,15 +23,20 @@ from trillion_moe.data.image_files import ImageError
 from trillion_moe.data.rows import DataError
 from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.generate import command
+from trillion_moe.ops import using
 from trillion_moe.run_config import RunConfigError, load_run_config
 from trillion_moe.train import command as train_command
 from trillion_moe.transforms import merge_report
 from trillion_moe.transforms.targets import places
+from trillion_moe.verify import command as verify_command
+from trillion_moe.verify import doctor
+from trillion_moe.verify.report import load as load_operators
+from trillion_moe.verify.report import read as read_operators
 from trillion_moe.weights import parameters
 
 ERRORS = (
     *(api.ConfigError, api.CheckpointError, api.InputError, ChatError, DataError, ImageError),
-    *(RunConfigError, TokenizerError),
+    *(RunConfigError, TokenizerError, api.VerifyError),
     *(OSError, EOFError, UnicodeError, FloatingPointError),
 )
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE has ended
@@ -85,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = verbs.add_parser("generate", help="answer prompts of text, pictures or token ids")
     command.add_arguments(generate)
     generate.add_argument("--adapter", metavar="FOLDER", help="adapters to put on top, as `train` or PEFT wrote them")
+    _add_operators(generate)
     generate.set_defaults(run=_generate)
     data = verbs.add_parser("data", help="what a file of conversations becomes: figures, supervised spans, bad rows")
     data_command.add_arguments(data)
@@ -93,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     data.set_defaults(run=_data)
     train = verbs.add_parser("train", help="tune adapters, or every weight, on conversations; goes on where it stopped")
     train_command.add_arguments(train)
-    train.set_defaults(run=lambda args: train_command.run(args, api.load))
+    _add_operators(train)
+    train.set_defaults(run=_train)
     export = verbs.add_parser("export", help="merge an adapter into its base, or write it under other names")
     export.add_argument("folder", help="the base")
     export.add_argument("--adapter", required=True, metavar="FOLDER", help="as `train` or PEFT wrote it")
@@ -102,7 +110,19 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--names", choices=get_args(Naming), help="write no merged model, but the adapter by these names")
     what.add_argument("--decode", action="store_true", help="unpack 4-bit experts, so that merging does not round them")
     export.set_defaults(run=_export)
+    verify = verbs.add_parser("verify", help="try every operator of a model on this machine, against float64")
+    verify_command.add_arguments(verify)
+    verify.set_defaults(run=verify_command.run)
+    check = verbs.add_parser("doctor", help="versions, devices, plugins, and what is missing")
+    doctor.add_arguments(check)
+    check.set_defaults(run=doctor.run)
     return parser
+
+
+def _add_operators(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--operators", metavar="FILE", help="of `verify --json`: run what passed, refuse what was not tried here"
+    )
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -154,8 +174,27 @@ def place_group(name: str) -> str:
 
 def _generate(args: argparse.Namespace) -> int:
     command.check(args)
+    if args.operators is not None:
+        read_operators(args.operators)  # what is no such file is found before the weights are read
     model = api.load(args.folder, dtype=args.dtype)
-    return command.run(args, model if args.adapter is None else api.load_adapter(model, args.adapter))
+    with _verified(args, model.config, model.dtype):
+        return command.run(args, model if args.adapter is None else api.load_adapter(model, args.adapter))
+
+
+def _train(args: argparse.Namespace) -> int:
+    if args.operators is None:
+        return train_command.run(args, api.load)
+    run = train_command.configuration(args)
+    cfg = api.ModelConfig.from_file(run.model)
+    with _verified(args, cfg, run.dtype or cfg.dtype):  # before the data and the weights are read
+        return train_command.run(args, api.load)
+
+
+def _verified(args: argparse.Namespace, cfg: api.ModelConfig, dtype: str) -> contextlib.AbstractContextManager[None]:
+    """The implementations of --operators, or the platform's own."""
+    if args.operators is None:
+        return contextlib.nullcontext()
+    return using(load_operators(args.operators, cfg, dtype))
 
 
 def _export(args: argparse.Namespace) -> int:

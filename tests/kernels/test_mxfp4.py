@@ -401,8 +401,8 @@ def test_bank_is_never_decoded_as_a_whole(what, layout):
 def test_matmul_errors():
     packed, scale = random_bank(2, 8, 64)
     x, sizes = jnp.ones((4, 64)), jnp.array([1, 3])
-    with pytest.raises(ValueError, match="'gpu'; legal: reference, xla"):
-        grouped_matmul_mxfp4(x, packed, scale, sizes, impl="gpu")
+    with pytest.raises(ValueError, match="'triton'; legal: gpu, reference, tpu, xla"):
+        grouped_matmul_mxfp4(x, packed, scale, sizes, impl="triton")
     with pytest.raises(ValueError, match=r"x must be \[R, 64\].*\(4, 32\)"):
         grouped_matmul_mxfp4(x[:, :32], packed, scale, sizes)
     with pytest.raises(ValueError, match="packed must have 3 dims"):

@@ -4,16 +4,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import jax
+
 from trillion_moe.config import ModelConfig
 from trillion_moe.verify.cases import LARGEST, Case, Operator, Scale, fitted
-from trillion_moe.verify.measure import TOLERANCE, Result, Solver, measure, tolerance
+from trillion_moe.verify.measure import TOLERANCE, Problem, Result, measure, tolerance
 from trillion_moe.verify.operators import operators_of
 from trillion_moe.verify.report import Report, Row, VerifyError
 
 __all__ = ["DTYPES", "MEMORY", "Report", "Row", "VerifyError", "operators_of", "verify"]
 
 DTYPES = tuple(TOLERANCE)
-MEMORY = 1 << 30
+MEMORY = 2 << 30
 
 
 def verify(
@@ -32,7 +34,8 @@ def verify(
     that): widths are the config's own, tokens, experts, heads and vocabulary are cut until they fit. on_row: called
     with every row as it is measured.
 
-    Raises VerifyError for a dtype or operator that is not there and for a memory too small, ConfigError for a config.
+    Raises VerifyError for a dtype or operator that is not there, for a memory too small and where JAX may not use the
+    CPU; ConfigError for a config.
     """
     cfg = config if isinstance(config, ModelConfig) else ModelConfig.from_file(config)
     chosen = _chosen(cfg, operators)
@@ -40,6 +43,7 @@ def verify(
         raise VerifyError(f"dtypes hold {odd[0]!r}: legal are {', '.join(DTYPES)}")
     if tokens < 8:  # below, the cases have no room for two documents and padding
         raise VerifyError(f"tokens is {tokens}; it must be at least 8")
+    _check_cpu()
     scales = [_scale(operator, cfg, tokens, memory) for operator in chosen]
     rows: list[Row] = []
     for operator, scale in zip(chosen, scales, strict=True):
@@ -48,6 +52,13 @@ def verify(
             if on_row is not None:
                 on_row(row)
     return Report.of(cfg, rows)
+
+
+def _check_cpu() -> None:
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError as error:
+        raise VerifyError(f"the truth is computed on the CPU, which JAX was told not to use: {error}") from None
 
 
 def _chosen(cfg: ModelConfig, names: Sequence[str] | None) -> list[Operator]:
@@ -69,9 +80,9 @@ def _rows(operator: Operator, cfg: ModelConfig, scale: Scale, dtypes: tuple[str,
     results = {(dtype, name): Result() for dtype in dtypes for name in operator.implementations}
     shape = ""
     for case in operator.cases(cfg, scale):
-        shape, solver = shape or _shape(operator, scale, case), Solver(case)
+        shape = shape or _shape(operator, scale, case)
         for dtype in dtypes:
-            problem = solver.problem(dtype)
+            problem = Problem.of(case, dtype)
             for key in [key for key, so_far in results.items() if key[0] == dtype and so_far.reason is None]:
                 results[key] = results[key].worse(measure(problem, key[1]))
     for (dtype, name), result in results.items():

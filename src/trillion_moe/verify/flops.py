@@ -122,7 +122,7 @@ class _Counter:
         """All steps of the last axis of the grid; those of the others do the same work, each over other columns."""
         mapping, estimate = params["grid_mapping"], params["cost_estimate"]
         dynamic = iter(args[: mapping.num_dynamic_grid_bounds])
-        grid = [int(next(dynamic)) if not isinstance(size, int) else size for size in mapping.grid]
+        grid = [int(next(dynamic)) if not isinstance(size, int) else size for size in mapping.grid] or [1]
         operands = args[mapping.num_dynamic_grid_bounds :]
         inside, jaxpr = Count(), params["jaxpr"]
         refs = [*operands, *[None] * (len(jaxpr.invars) - len(operands))]

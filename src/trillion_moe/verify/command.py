@@ -1,0 +1,61 @@
+"""`trillion-moe verify`: the table as it is measured, and the file that `train` and `generate` hold to."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from trillion_moe.verify import DTYPES, MEMORY, VerifyError, verify
+from trillion_moe.verify.cases import LARGEST
+from trillion_moe.verify.report import HEAD, Row, line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", type=Path, metavar="FOLDER | config.json", help="of a checkpoint; no weights are read"
+    )
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated; both by default")
+    parser.add_argument("--operator", action="append", metavar="NAME", help="only this one; may be repeated")
+    parser.add_argument("--tokens", type=int, default=LARGEST.tokens, help=f"of a case; {LARGEST.tokens} by default")
+    parser.add_argument(
+        "--memory",
+        type=int,
+        default=MEMORY,
+        metavar="BYTES",
+        help="of a case's inputs and gradients in float64, to which tokens, experts, heads and vocabulary are cut; "
+        f"{MEMORY:,} by default, the peak is about three times that",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, for --operators")
+
+
+def run(args: argparse.Namespace) -> int:
+    """-> 1 if an operator has no passing implementation in a dtype that was asked for, else 0."""
+    if args.json is not None:
+        check_output(args.json)
+    print(HEAD)
+    report = verify(
+        args.config,
+        dtypes=args.dtype or DTYPES,
+        tokens=args.tokens,
+        operators=args.operator,
+        memory=args.memory,
+        on_row=_show,
+    )
+    stamp = report.stamp
+    print(f"on {stamp.count} x {stamp.device} ({stamp.platform}), jax {stamp.versions['jax']}")
+    if args.json is not None:
+        report.write(args.json)
+    for name in report.failed:
+        print(f"trillion-moe verify: no implementation of {name} passed", file=sys.stderr)
+    return 1 if report.failed else 0
+
+
+def _show(row: Row) -> None:
+    print(line(row), flush=True)
+
+
+def check_output(path: Path) -> None:
+    """VerifyError, before minutes are spent, where the file could not be written."""
+    if not path.parent.is_dir():
+        raise VerifyError(f"--json: the folder {path.parent} does not exist")
+    if path.exists() and not path.is_file():
+        raise VerifyError(f"--json: {path} is there and is no file; a file that is there would be replaced")
