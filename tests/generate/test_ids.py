@@ -220,3 +220,13 @@ def test_images_beside_a_row_of_text(goldens) -> None:
     for row, found in ((0, text), (1, pictured)):
         end = len(rows[row]) - 1
         assert np.argmax(logits[row, end - 3 : end], axis=-1).tolist() == list(found.ids)
+
+
+def test_bfloat16(model) -> None:
+    """Every product of decoding exists for bfloat16 on this platform; the first ids are those of a whole pass."""
+    narrow = filled(model.config, dtype="bfloat16")
+    prompt = [7, 42, 99]
+    (found,) = tm.generate(narrow, [prompt], max_new_tokens=3)
+    for i, token in enumerate(found.ids):
+        logits, _ = tm.forward(narrow, [[*prompt, *found.ids[:i]]])
+        assert float(logits[0, -1, token]) >= float(logits[0, -1].max()) - 0.05

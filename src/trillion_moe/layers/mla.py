@@ -120,8 +120,9 @@ class MLA(nnx.Module):
         q_BTHR = _einsum("bthk,rhk->bthr", q_nope_BTHK, k_RHK).astype(q_BTHK.dtype)
         scores = _einsum("bthr,bsr->bhts", q_BTHR, latent_BSR) + _einsum("bthk,bsk->bhts", q_pe_BTHK, k_pe_BSK)
         probs = _softmax(scores, visible(slice(None))[:, None], q_BTHK.shape[-1])
-        out_BTHR = _einsum("bhts,bsr->bthr", probs.astype(latent_BSR.dtype), latent_BSR)
-        return _einsum("bthr,rhv->bthv", out_BTHR.astype(v_RHV.dtype), v_RHV)
+        # Moved afterwards: XLA:CPU refuses this product in bfloat16 with its dims in any other order.
+        out_BHTR = _einsum("bhts,bsr->bhtr", probs.astype(latent_BSR.dtype), latent_BSR)
+        return _einsum("bthr,rhv->bthv", jnp.moveaxis(out_BHTR, 1, 2).astype(v_RHV.dtype), v_RHV)
 
 
 def _einsum(expression: str, a: jax.Array, b: jax.Array) -> jax.Array:
