@@ -35,10 +35,12 @@ __all__ = [
     "Silu",
     "Situ",
     "activate",
+    "check_dtypes",
     "check_groups",
     "choose",
     "gated_grouped_matmul",
     "grouped_matmul",
+    "live_rows",
 ]
 
 
@@ -58,6 +60,11 @@ def _gated_kernels(kernels: pallas.Kernels) -> Callable[..., jax.Array]:
     return run
 
 
+def live_rows(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """x [R, ...] with zeros past the last group."""
+    return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], x, 0)
+
+
 def check_dtypes(x: jax.Array, *others: jax.Array) -> None:
     """TypeError where a kernel would have to round what it multiplies or adds."""
     if odd := sorted({a.dtype.name for a in others if a.dtype != x.dtype}):
@@ -69,7 +76,7 @@ def _gated_by(product: Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Arr
 
     def gated(activation, x, gate, up, added, group_sizes):
         left, right = (product(x, w, group_sizes, False) for w in (gate, up))
-        return activate(activation, left, right, added)
+        return live_rows(activate(activation, left, right, added), group_sizes)
 
     return gated
 
@@ -152,7 +159,9 @@ def choose(table: dict[str, F], impl: str, name: str, dtype: Any) -> F:
 
 
 def check_groups(x: Array, group_sizes: Array, experts: int, k: int, name: str) -> None:
-    """Raise unless x is [R, k] and group_sizes integer [experts]."""
+    """Raise unless x is [R, k] and group_sizes integer [experts], at least one."""
+    if experts < 1:
+        raise ValueError(f"{name}: the weights hold no group")
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"{name}: x must be [R, {k}] to fit the weights, got shape {x.shape}")
     if group_sizes.shape != (experts,):

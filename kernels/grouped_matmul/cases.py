@@ -1,4 +1,4 @@
-"""Named shapes of real models, skewed group sizes, and the tile sizes of the portable loops.
+"""Named shapes of real models, skewed group sizes, and the tile sizes of loops and kernels.
 
 Shared by tests, benchmarks and tuning, so that all of them speak of the same cases.
 """
@@ -96,11 +96,14 @@ class TpuTiles:
     contraction: int
 
 
-def tpu_tiles(rows: int, k: int, n: int, banks: int, itemsize: int) -> TpuTiles:
-    """The largest tiles whose operands fit twice (one block is read while another is multiplied)."""
-    for high, wide in ((512, 512), (512, 256), (256, 256), (256, 128), (128, 128), (64, 128)):
-        if 2 * itemsize * k * (high + banks * wide) <= TPU_BLOCKS:
+def tpu_tiles(rows: int, k: int, n: int, lefts: int, banks: int, itemsize: int) -> TpuTiles:
+    """The largest tiles whose operands fit twice (one block is read while another is multiplied). ValueError for a
+    contraction of which not even the smallest do: a step holds all of it."""
+    for high, wide in ((512, 512), (512, 256), (256, 256), (128, 256), (64, 256), (64, 128)):
+        if 2 * itemsize * k * (lefts * high + banks * wide) <= TPU_BLOCKS:
             break
+    else:
+        raise ValueError(f"grouped_matmul: a contraction of {k:,} values does not fit a TPU's VMEM in one step")
     high = min(high, -(-rows // 16) * 16)
     return TpuTiles(high, math.gcd(high, 64), min(wide, n), k)
 
@@ -125,7 +128,7 @@ class GpuTiles:
 
 
 def gpu_tiles(rows: int, groups: int, k: int, n: int, sums: int, itemsize: int) -> GpuTiles:
-    """For `sums` accumulators in registers; low tiles where groups have few rows. No spills on sm_90 and sm_100."""
+    """For `sums` accumulators in registers; low tiles where groups have few rows. docs/kernels.md has the registers."""
     high = 128 if rows >= 64 * groups else 32
     if itemsize > 2:
         return GpuTiles(min(high, 64), _power(n, 64 // sums), _power(k, 32), 4, 2)

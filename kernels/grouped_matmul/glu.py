@@ -45,7 +45,7 @@ def gradient(activation: Activation, gate: jax.Array, up: jax.Array, dy: jax.Arr
 
 
 def activate(activation: Activation, gate: jax.Array, up: jax.Array, added: tuple[jax.Array, ...] = ()) -> jax.Array:
-    """activation(gate + added[0], up + added[1]) in fp32 (float64 for float64), in gate's dtype.
+    """activation(gate + added[0], up + added[1]): sums and result in gate's dtype, the activation in fp32 (or float64).
 
     The backward pass keeps gate and up as they came, not what fp32 makes of them on the way.
     """

@@ -49,7 +49,7 @@ def expert_block(shape: tuple[int, ...], experts: int, dim: int) -> pl.BlockSpec
     """A block of each expert's matrix [1, *shape] that moves along `dim` with the grid's first axis."""
 
     def index(n, v, offset, group, tile):
-        e = jnp.minimum(group[v], experts - 1)  # dead rows, group E, need none: what is there already will do
+        e = jnp.minimum(group[v], experts - 1)  # dead rows, group E, need none: any will do
         return (e, n, 0) if dim == 0 else (e, 0, n)
 
     return pl.BlockSpec((1, *shape), index)
@@ -106,7 +106,7 @@ def products(
     rows, dtype, bank = xs[0].shape[0], xs[0].dtype, tiles[0]
     if rows == 0:
         return (jnp.zeros((0, bank.out), dtype),) * outputs
-    size = cases.tpu_tiles(rows, bank.contraction, bank.out, len(tiles), dtype.itemsize)
+    size = cases.tpu_tiles(rows, bank.contraction, bank.out, len(xs), len(tiles), dtype.itemsize)
     visit = visits(group_sizes_E, rows, size.rows)
     wide = [pl.BlockSpec((size.rows, bank.contraction), lambda n, v, offset, group, tile: (tile[v], 0))] * len(xs)
     narrow = pl.BlockSpec((size.rows, size.columns), lambda n, v, offset, group, tile: (tile[v], n))
@@ -181,7 +181,7 @@ def _next(items, count: int) -> list[Any]:
 
 def contract(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
     """Sum of products over dim dims[0] of a and dims[1] of b, in fp32; float32 operands are not rounded to bf16."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims_ = (((dims[0],), (dims[1],)), ((), ()))
     return lax.dot_general(a, b, dims_, precision=precision, preferred_element_type=jnp.float32)
 

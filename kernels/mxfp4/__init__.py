@@ -10,7 +10,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ..grouped_matmul import Activation, Array, activate, check_added, check_groups, choose, pallas
+from ..grouped_matmul import (
+    Activation,
+    Array,
+    activate,
+    check_added,
+    check_dtypes,
+    check_groups,
+    choose,
+    live_rows,
+    pallas,
+)
 from . import codec, gpu, reference, tpu, xla
 from .codec import check, decode, encode, to_layout
 
@@ -26,17 +36,17 @@ __all__ = [
     "to_layout",
 ]
 
-Packed = tuple[jax.Array, jax.Array]  # packed, scale
-
 
 def _kernels(kernels: pallas.Kernels) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array, str], jax.Array]:
     return lambda x, packed, scale, group_sizes, layout: pallas.matmul(kernels, False, x, (packed, scale), group_sizes)
 
 
 def _gated_kernels(kernels: pallas.Kernels) -> Callable[..., jax.Array]:
-    return lambda activation, x, gate, up, added, group_sizes, layout: pallas.gated(
-        kernels, activation, x, gate, up, added, group_sizes
-    )
+    def run(activation, x, gate, up, added, group_sizes, layout):
+        check_dtypes(x, *added)
+        return pallas.gated(kernels, activation, x, gate, up, added, group_sizes)
+
+    return run
 
 
 def _gated_by(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -44,7 +54,7 @@ def _gated_by(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     def gated(activation, x, gate, up, added, group_sizes, layout):
         left, right = (product(x, *bank, group_sizes, layout) for bank in (gate, up))
-        return activate(activation, left, right, added)
+        return live_rows(activate(activation, left, right, added), group_sizes)
 
     return gated
 
@@ -88,8 +98,8 @@ def grouped_matmul_mxfp4(
     run = choose(IMPLS, impl, "grouped_matmul_mxfp4", x.dtype)
     _, k = _check_bank((packed, scale), layout, impl, "grouped_matmul_mxfp4")
     check_groups(x, group_sizes, packed.shape[0], k, "grouped_matmul_mxfp4")
-    x, packed, scale = jnp.asarray(x), jnp.asarray(packed), jnp.asarray(scale)
-    return run(x, packed, scale, jnp.asarray(group_sizes, jnp.int32), layout)
+    packed, scale = _bytes((packed, scale))
+    return run(jnp.asarray(x), packed, scale, jnp.asarray(group_sizes, jnp.int32), layout)
 
 
 def gated_grouped_matmul_mxfp4(
@@ -116,7 +126,7 @@ def gated_grouped_matmul_mxfp4(
         raise ValueError(f"{name}: gate and up must have one shape, got {gate[0].shape} and {up[0].shape}")
     check_groups(x, group_sizes, gate[0].shape[0], k, name)
     check_added(added, x.shape[0], n, name)
-    banks = (tuple(map(jnp.asarray, bank)) for bank in (gate, up))
+    banks = map(_bytes, (gate, up))
     more = tuple(map(jnp.asarray, added))
     return run(activation, jnp.asarray(x), *banks, more, jnp.asarray(group_sizes, jnp.int32), layout)
 
@@ -124,8 +134,18 @@ def gated_grouped_matmul_mxfp4(
 def _check_bank(bank: tuple[Array, Array], layout: str, impl: str, name: str) -> tuple[int, int]:
     """(N, K) of a bank [E, N, K]."""
     packed, scale = bank
+    if packed.dtype != jnp.uint8 or scale.dtype not in (jnp.uint8, jnp.float8_e8m0fnu):
+        raise TypeError(
+            f"{name}: packed must be uint8 and scale uint8 or float8_e8m0fnu, got {packed.dtype}, {scale.dtype}"
+        )
     if packed.ndim != 3:
         raise ValueError(f"{name}: packed must have 3 dims (experts first), got {packed.shape}")
     if layout != LAYOUT.get(impl, layout):
         raise ValueError(f"{name}: impl {impl!r} reads layout {LAYOUT[impl]!r}, the bank has {layout!r}: see to_layout")
     return codec.dims(packed.shape, scale.shape, layout)
+
+
+def _bytes(bank: tuple[Array, Array]) -> tuple[jax.Array, jax.Array]:
+    """The bank with scales as their codes, whichever of the two storage dtypes they have."""
+    packed, scale = map(jnp.asarray, bank)
+    return packed, scale if scale.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(scale, jnp.uint8)

@@ -170,7 +170,7 @@ def dense(w: Weight, dtype: DTypeLike) -> jax.Array:
 
 def _adapter_dot(x_RK: jax.Array, m: jax.Array, slots_E: jax.Array | None, group_sizes_E: jax.Array) -> jax.Array:
     if m.ndim == 2:
-        return dot(x_RK, m)
+        return dot(grouped.live_rows(x_RK, group_sizes_E), m)
     return grouped_dot(x_RK, _per_expert(m, slots_E), group_sizes_E)
 
 

@@ -274,3 +274,25 @@ def test_a_kernel_does_not_run_on_another_platform() -> None:
     for chip in CHIPS:
         with pytest.raises(Exception, match="interpret mode"):
             grouped_matmul(x, w, sizes, impl=chip)
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla", "ragged_dot"])
+def test_what_is_added_to_dead_rows_counts_for_nothing(impl) -> None:
+    """In no implementation: a row past the last group is zero, and so is its gradient."""
+    x, w, sizes = jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([2, 0])
+    added = (jnp.ones((4, 8)), jnp.ones((4, 8)))
+    y, vjp = jax.vjp(lambda added: gated_grouped_matmul(x, w, w, sizes, Silu(), added=added, impl=impl), added)
+    ((gate, up),) = vjp(jnp.ones_like(y))
+    for array in (y, gate, up):
+        assert np.asarray(array[:2]).all()
+        assert not np.asarray(array[2:]).any()
+
+
+def test_scales_under_either_dtype_are_codes() -> None:
+    """fault 53: float8_e8m0fnu holds the same bytes as uint8."""
+    packed, scale = map(jnp.asarray, bank(np.random.default_rng(0), 2, 8, 64, "gpu"))
+    x, sizes = jnp.ones((4, 64)), jnp.array([2, 2])
+    seen = jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
+    assert np.array_equal(*(grouped_matmul_mxfp4(x, packed, s, sizes) for s in (scale, seen)))
+    with pytest.raises(TypeError, match="packed must be uint8"):
+        grouped_matmul_mxfp4(x, packed.astype(jnp.int8), scale, sizes)

@@ -31,6 +31,7 @@ def test_compiled_at_kimi_k3_s_shapes(chip, name) -> None:
     proof = kernels.prove(CHIPS[chip], kernels.KERNELS[name])
     assert proof.calls == (2 if "gradient" in name and "down" not in name else 1)
     assert not proof.spills
+    assert proof.registers is None or proof.registers > 0  # ptxas has seen the kernels
     assert (proof.registers is None) == (proof.spills is None) == (not isinstance(CHIPS[chip], Gpu))
     assert proof.declared == 1.0
     if name in kernels.LORA:  # the lanes of a TPU are padded from the rank to 128
@@ -76,9 +77,8 @@ def test_work_of_known_tiles(impl) -> None:
     def executed(*sizes: int) -> float:
         return count(product, shape(2048, 64), shape(len(sizes), 64, 128), np.array(sizes)).executed / per_row
 
-    part = {"tpu": 64, "gpu": 64}[impl]
     assert executed(512, 512) == 1024
-    assert executed(512, 512, 1) == 1024 + part
+    assert executed(512, 512, 1) == 1024 + 64
     assert executed(0, 0) == 0
 
 

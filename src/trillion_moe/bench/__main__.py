@@ -35,7 +35,8 @@ def _grouped(rounds: int) -> list[dict[str, Any]]:
     for row in rows:
         ragged = f"  ragged_dot / ours {row['ragged_dot_over_ours']:5.1f}" if "ragged_dot_over_ours" in row else ""
         print(
-            f"  E={row['experts']:<3} {row['sizes']:9} {row['what']:16} {row['time_over_dense']:5.2f}{ragged}",
+            f"  E={row['experts']:<3} {row['sizes']:9} {row['what']:16} {row['time_over_dense']:5.2f} "
+            f"peak {row['peak_mb']['ours']:4.0f} MB, dense {row['peak_mb']['dense']:4.0f}{ragged}",
             flush=True,
         )
     return rows

@@ -132,7 +132,7 @@ def measure(
         run = jax.jit(f)
         found = run(*args)
         for expert in sorted({0, experts // 2, experts - 1}):
-            if (error := problem.error(name, found, expert)) > TOLERANCE:
+            if not (error := problem.error(name, found, expert)) <= TOLERANCE:  # nor NaN
                 raise ArithmeticError(f"{name}: expert {expert} is off by {error:.1e} (relative RMS)")
         del found
         rivals: dict[str, Run] = {

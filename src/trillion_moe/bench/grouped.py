@@ -1,6 +1,7 @@
 """Grouped matmul against one dense matmul of the same FLOPs (weight already sliced) and `jax.lax.ragged_dot`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,13 +17,17 @@ R, K, N = 4096, 512, 512
 
 
 def measure(rounds: int = 7) -> list[dict[str, Any]]:
-    """R = 4,096, K = N = 512, E = 16 and 64, balanced and Zipf sizes: forward and both gradients, dense and packed."""
+    """R = 4,096, K = N = 512, E = 16 and 64, balanced and Zipf sizes: forward and both gradients, dense and packed.
+
+    peak_mb: arguments, results and temporaries of the compiled program.
+    """
     rows = []
     for experts in (16, 64):
         for sizes in (balanced, zipf):
             for what, rivals in _cases(experts, jnp.asarray(sizes(R, experts))).items():
-                seconds = alternate(rivals, rounds)
+                seconds = alternate({name: partial(f, *args) for name, (f, args) in rivals.items()}, rounds)
                 row = {"experts": experts, "sizes": sizes.__name__, "what": what}
+                row["peak_mb"] = {name: _peak_mb(f, args) for name, (f, args) in rivals.items()}
                 row |= {name: summary(s) for name, s in seconds.items()}
                 row["time_over_dense"] = 1 / ratio(seconds["dense"], seconds["ours"])["of_medians"]
                 if "ragged_dot" in seconds:
@@ -31,7 +36,13 @@ def measure(rounds: int = 7) -> list[dict[str, Any]]:
     return rows
 
 
-def _cases(experts: int, sizes_E: jax.Array) -> dict[str, dict[str, Callable[[], Any]]]:
+def _peak_mb(f: Any, args: tuple[Any, ...]) -> float:
+    memory = f.lower(*args).compile().memory_analysis()
+    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes) / 1e6
+
+
+def _cases(experts: int, sizes_E: jax.Array) -> dict[str, dict[str, tuple[Any, tuple[Any, ...]]]]:
+    """Compiled function and arguments of each rival."""
     random = np.random.default_rng(0)
     x, dy = (jnp.asarray(random.standard_normal((R, n)), jnp.float32) for n in (K, N))
     w = jnp.asarray(random.standard_normal((experts, K, N)), jnp.float32)
@@ -50,14 +61,15 @@ def _cases(experts: int, sizes_E: jax.Array) -> dict[str, dict[str, Callable[[],
     cases = {}
     for what, of in (("forward", None), ("row gradient", 0), ("weight gradient", 1)):
         forms = {"ours": (ours, w), "ragged_dot": (ragged, w), "dense": (jnp.matmul, one)}
-        run = {n: (jax.jit(f) if of is None else gradients(f, of), weight) for n, (f, weight) in forms.items()}
         tail = () if of is None else (dy,)
-        cases[what] = {n: (lambda f=f, weight=weight, tail=tail: f(x, weight, *tail)) for n, (f, weight) in run.items()}
+        cases[what] = {
+            n: (jax.jit(f) if of is None else gradients(f, of), (x, weight, *tail)) for n, (f, weight) in forms.items()
+        }
     product, dense = jax.jit(mxfp4.grouped_matmul_mxfp4), jax.jit(jnp.matmul)
     unpacked = jax.jit(ours)
     cases["packed forward"] = {
-        "ours": lambda: product(x, *packed, sizes_E),
-        "unpacked": lambda: unpacked(x, w),
-        "dense": lambda: dense(x, one),
+        "ours": (product, (x, *packed, sizes_E)),
+        "unpacked": (unpacked, (x, w)),
+        "dense": (dense, (x, one)),
     }
     return cases

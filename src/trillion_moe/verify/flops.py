@@ -25,8 +25,10 @@ class Count:
 
 
 def count(f: Callable, *args: Any) -> Count:
-    """Of every Pallas kernel in ``f(*args)``. args: arrays where control flow needs their values (group sizes), else
-    ``jax.ShapeDtypeStruct``."""
+    """Of every product in ``f(*args)``, inside Pallas kernels and out.
+
+    args: arrays where control flow needs their values (group sizes), else ``jax.ShapeDtypeStruct``.
+    """
     closed = jax.make_jaxpr(f)(*args)
     closed = closed.replace(jaxpr=pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), True)[0])
     known = [None if isinstance(a, jax.ShapeDtypeStruct) else np.asarray(a) for a in jax.tree.leaves(args)]
