@@ -5,6 +5,8 @@ puts that platform first, for the tests marked `gpu` and `tpu`.
 """
 
 import os
+import signal
+import threading
 from pathlib import Path
 
 import jax
@@ -21,6 +23,9 @@ jax.config.update("jax_enable_compilation_cache", False)
 # `TRILLION_MOE_TEST_OPTIMIZED=1` leaves it on, as users have it.
 if not os.environ.get("TRILLION_MOE_TEST_OPTIMIZED"):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# A shell that runs the tests in the background leaves SIGINT ignored, and tests of Ctrl-C would wait for nothing.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if PLATFORM == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
 
