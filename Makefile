@@ -79,10 +79,9 @@ check: $(DEV)  ## lint, formatting, types and the rules of the house
 bench: $(PARITY)  ## measure speed beside PyTorch and transformers
 	$(BIN)/python -m trillion_moe.bench $(ARGS)
 
-proof: $(PARITY)  ## run what is too long for CI and write it, with versions, to docs/proof
+proof: $(PARITY) $(AOT)/.installed-$(PY_TAG)  ## run what is too long for CI and write it, with versions, to docs/proof
 	mkdir -p docs/proof
 	$(BIN)/python -m trillion_moe.bench --output docs/proof/bench.json
-	$(MAKE) aot
 	$(AOT)/bin/python -m trillion_moe.verify.kernels --output docs/kernels.md
 
 clean:  ## remove the environments and all that builds, tests and tools leave behind

@@ -1,7 +1,7 @@
-"""Accelerators: the facts that planning needs, and how their compilers are asked without one being there.
+"""Accelerators, and how their compilers are asked without one being there.
 
-Sources: Google Cloud's pages on TPU v5p, v6e (Trillium) and 7x (Ironwood); NVIDIA's data sheets of H200 and B200;
-limits per block and multiprocessor from the CUDA programming guide, compute capabilities 9.0 and 10.0.
+Sources: NVIDIA's data sheets of H200 and B200; limits per block and multiprocessor from the CUDA programming guide,
+compute capabilities 9.0 and 10.0.
 """
 
 from dataclasses import dataclass
@@ -11,22 +11,18 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Tpu:
-    """hbm_bytes and bf16_flops of a device, as jax counts them (a 7x chip is two). topology: the smallest slice that
-    libtpu compiles for."""
+    """topology: the smallest slice that libtpu compiles for."""
 
     name: str
-    hbm_bytes: int
-    bf16_flops: float
     topology: str
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """hbm_bytes; dense bf16_flops; memory_bandwidth in bytes a second; capability: CUDA's compute capability."""
+    """memory_bandwidth in bytes a second; capability: CUDA's compute capability."""
 
     name: str
     hbm_bytes: int
-    bf16_flops: float
     cores: int
     memory_bandwidth: int
     l2_bytes: int
@@ -70,10 +66,10 @@ Chip = Tpu | Gpu
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Tpu("v5p", 95 * 2**30, 459e12, "v5p:2x2x1"),
-        Tpu("v6e", 32 * 2**30, 918e12, "v6e:2x2"),
-        Tpu("tpu7x", 96 * 2**30, 1153.5e12, "tpu7x:2x2x1"),
-        Gpu("h200", 141 * GB, 989e12, 132, 4800 * GB, 50 * 2**20, 1.98, (9, 0)),
-        Gpu("b200", 180 * GB, 2250e12, 148, 8000 * GB, 126 * 2**20, 1.965, (10, 0)),
+        Tpu("v5p", "v5p:2x2x1"),
+        Tpu("v6e", "v6e:2x2"),
+        Tpu("tpu7x", "tpu7x:2x2x1"),
+        Gpu("h200", 141 * GB, 132, 4800 * GB, 50 * 2**20, 1.98, (9, 0)),
+        Gpu("b200", 180 * GB, 148, 8000 * GB, 126 * 2**20, 1.965, (10, 0)),
     )
 }

@@ -15,7 +15,7 @@ This is the product of a mixture-of-experts layer after its rows were sorted by 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,50 +35,44 @@ __all__ = [
     "Silu",
     "Situ",
     "activate",
-    "check_dtypes",
     "check_groups",
     "choose",
+    "fused",
     "gated_grouped_matmul",
     "grouped_matmul",
     "live_rows",
+    "unfused",
 ]
 
 
 def _kernels(kernels: pallas.Kernels) -> Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]:
-    def run(x, w, group_sizes, transpose_w):
-        check_dtypes(x, w)
-        return pallas.matmul(kernels, transpose_w, x, (w,), group_sizes)
-
-    return run
+    return lambda x, w, group_sizes, transpose_w: pallas.matmul(kernels, transpose_w, x, (w,), group_sizes)
 
 
-def _gated_kernels(kernels: pallas.Kernels) -> Callable[..., jax.Array]:
-    def run(activation, x, gate, up, added, group_sizes):
-        check_dtypes(x, gate, up, *added)
-        return pallas.gated(kernels, activation, x, (gate,), (up,), added, group_sizes)
+# The gated product of an implementation: activation, x, gate and up (each a tuple of arrays), added, group_sizes, and
+# what the plain product takes last.
+Gated = Callable[..., jax.Array]
 
-    return run
+
+def fused(kernels: pallas.Kernels) -> Gated:
+    return lambda activation, x, gate, up, added, group_sizes, _: pallas.gated(
+        kernels, activation, x, gate, up, added, group_sizes
+    )
+
+
+def unfused(product: Callable[..., jax.Array]) -> Gated:
+    """Two products, then the activation."""
+
+    def gated(activation, x, gate, up, added, group_sizes, last):
+        left, right = (product(x, *bank, group_sizes, last) for bank in (gate, up))
+        return live_rows(activate(activation, left, right, added), group_sizes)
+
+    return gated
 
 
 def live_rows(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """x [R, ...] with zeros past the last group."""
     return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], x, 0)
-
-
-def check_dtypes(x: jax.Array, *others: jax.Array) -> None:
-    """TypeError where a kernel would have to round what it multiplies or adds."""
-    if odd := sorted({a.dtype.name for a in others if a.dtype != x.dtype}):
-        raise TypeError(f"grouped_matmul: rows are {x.dtype}, other operands {', '.join(odd)}: kernels take one dtype")
-
-
-def _gated_by(product: Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]) -> Callable[..., jax.Array]:
-    """Two products, then the activation: for implementations that do not fuse them."""
-
-    def gated(activation, x, gate, up, added, group_sizes):
-        left, right = (product(x, w, group_sizes, False) for w in (gate, up))
-        return live_rows(activate(activation, left, right, added), group_sizes)
-
-    return gated
 
 
 IMPLS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]] = {
@@ -88,12 +82,12 @@ IMPLS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]] =
     "tpu": _kernels(tpu.KERNELS),
     "gpu": _kernels(gpu.KERNELS),
 }
-GATED: dict[str, Callable[..., jax.Array]] = {
-    "reference": _gated_by(reference.grouped_matmul),
-    "xla": _gated_by(xla.grouped_matmul),
-    "ragged_dot": _gated_by(ragged_dot.grouped_matmul),
-    "tpu": _gated_kernels(tpu.KERNELS),
-    "gpu": _gated_kernels(gpu.KERNELS),
+GATED: dict[str, Gated] = {
+    "reference": unfused(reference.grouped_matmul),
+    "xla": unfused(xla.grouped_matmul),
+    "ragged_dot": unfused(ragged_dot.grouped_matmul),
+    "tpu": fused(tpu.KERNELS),
+    "gpu": fused(gpu.KERNELS),
 }
 
 
@@ -110,7 +104,7 @@ def grouped_matmul(
     exactly 0. Raises ValueError for an unknown `impl` and for shapes that do not fit, TypeError for non-integer sizes
     and for a dtype that the implementation has not.
     """
-    run = choose(IMPLS, impl, "grouped_matmul", x.dtype)
+    run = choose(IMPLS, impl, "grouped_matmul", x, w)
     if w.ndim != 3:
         raise ValueError(f"grouped_matmul: w must be [E, K, N], got shape {w.shape}")
     check_groups(x, group_sizes, w.shape[0], w.shape[2 if transpose_w else 1], "grouped_matmul")
@@ -133,13 +127,13 @@ def gated_grouped_matmul(
     sizes, errors as in `grouped_matmul`. Differentiable in x, gate, up and added. The kernels store no product: the
     backward pass makes them again from x.
     """
-    run = choose(GATED, impl, "gated_grouped_matmul", x.dtype)
+    run = choose(GATED, impl, "gated_grouped_matmul", x, gate, up, *added)
     if gate.ndim != 3 or gate.shape != up.shape:
         raise ValueError(f"gated_grouped_matmul: gate and up must be [E, K, F], got {gate.shape} and {up.shape}")
     check_groups(x, group_sizes, gate.shape[0], gate.shape[1], "gated_grouped_matmul")
     check_added(added, x.shape[0], gate.shape[2], "gated_grouped_matmul")
-    arrays = (jnp.asarray(x), jnp.asarray(gate), jnp.asarray(up), tuple(map(jnp.asarray, added)))
-    return run(activation, *arrays, jnp.asarray(group_sizes, jnp.int32))
+    banks, more = [(jnp.asarray(w),) for w in (gate, up)], tuple(map(jnp.asarray, added))
+    return run(activation, jnp.asarray(x), banks[0], banks[1], more, jnp.asarray(group_sizes, jnp.int32), False)
 
 
 def check_added(added: tuple[Array, ...], rows: int, n: int, name: str) -> None:
@@ -148,13 +142,16 @@ def check_added(added: tuple[Array, ...], rows: int, n: int, name: str) -> None:
         raise ValueError(f"{name}: added must be two arrays [{rows}, {n}], got {[a.shape for a in added]}")
 
 
-def choose(table: dict[str, F], impl: str, name: str, dtype: Any) -> F:
-    """The entry of an implementation table; ValueError with the legal names when there is none, TypeError for rows of a
-    dtype that it has not."""
+def choose(table: dict[str, F], impl: str, name: str, x: Array, *others: Array) -> F:
+    """The entry of an implementation table; ValueError with the legal names when there is none, TypeError where a
+    kernel would have to round x or what it is multiplied by or added to."""
     if impl not in table:
         raise ValueError(f"{name}: unknown impl {impl!r}; legal: {', '.join(sorted(table))}")
-    if impl in ("tpu", "gpu") and jnp.dtype(dtype).name not in ("float32", "bfloat16"):
-        raise TypeError(f"{name}: impl {impl!r} takes rows of float32 or bfloat16, got {dtype}")
+    if impl in ("tpu", "gpu"):
+        if jnp.dtype(x.dtype).name not in ("float32", "bfloat16"):
+            raise TypeError(f"{name}: impl {impl!r} takes rows of float32 or bfloat16, got {x.dtype}")
+        if odd := sorted({str(a.dtype) for a in others if a.dtype != x.dtype}):
+            raise TypeError(f"{name}: rows are {x.dtype}, other operands {', '.join(odd)}: kernels take one dtype")
     return table[impl]
 
 

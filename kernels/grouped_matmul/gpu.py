@@ -5,10 +5,11 @@ other, so that its rows are read from the L2 cache, where its group's next tile 
 of tiles is bounded at compile time; those that run-time sizes leave over end at once.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +17,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from . import cases
-from .pallas import Kernels
+from . import cases, pallas
+from .pallas import Kernels, contract, take
 from .tiles import offsets, owned
-from .tpu import contract
 
 
-@runtime_checkable
-class Tiles(Protocol):
-    """How tiles of a bank come to a program. experts, contraction, out: E, K and N of the product."""
+class Tiles(pallas.Tiles):
+    """How tiles of a bank come to a program."""
 
-    arrays: tuple[jax.Array, ...]
-    experts: int
-    contraction: int
-    out: int
-    contracted: int  # the dim of a loaded tile that is summed over
+    @property
+    @abstractmethod
+    def contracted(self) -> int:
+        """The dim of a loaded tile that is summed over."""
 
+    @abstractmethod
     def load(self, refs: Sequence[Any], expert: jax.Array, k: "Span", n: "Span") -> jax.Array:
-        """The part of a matrix where k and n meet; zeros outside it."""
-        ...
+        """The part of an expert's matrix where k, of the contraction, and n meet; zeros outside it."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +61,12 @@ def load(ref: Any, index: tuple[Any, ...], rows: Span, columns: Span) -> jax.Arr
     return plgpu.load(ref.at[(*index, rows.at, columns.at)], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-@dataclass(frozen=True)
-class DenseTiles:
-    """w [E, K, N]; transposed: rows [R, N] times w^T."""
-
-    arrays: tuple[jax.Array, ...]
-    transposed: bool
+class DenseTiles(Tiles):
+    """w [E, K, N] as it is."""
 
     @property
-    def experts(self) -> int:
-        return self.arrays[0].shape[0]
-
-    @property
-    def contraction(self) -> int:
-        return self.arrays[0].shape[2 if self.transposed else 1]
-
-    @property
-    def out(self) -> int:
-        return self.arrays[0].shape[1 if self.transposed else 2]
+    def shape(self) -> tuple[int, ...]:
+        return self.arrays[0].shape
 
     @property
     def contracted(self) -> int:
@@ -123,9 +109,9 @@ def products(
 
 
 def _body(tiles, epilogue, lefts, extras, size, group, first, end, *refs) -> None:
-    take = iter(refs)
-    xs, arrays = _next(take, lefts), [_next(take, len(each.arrays)) for each in tiles]
-    more, outs = _next(take, extras), list(take)
+    refs = iter(refs)
+    xs, arrays = take(refs, lefts), [take(refs, len(each.arrays)) for each in tiles]
+    more, outs = take(refs, extras), list(refs)
     bank, t = tiles[0], pl.program_id(1)
     g, rows = group[t], Span(first[t], size.rows, end[t])
     columns = Span(pl.program_id(0) * size.columns, size.columns, bank.out)
@@ -154,10 +140,6 @@ def _body(tiles, epilogue, lefts, extras, size, group, first, end, *refs) -> Non
     @pl.when((first[t] < end[t]) & (g == bank.experts))
     def _():
         store([jnp.zeros((size.rows, size.columns), out.dtype) for out in outs])
-
-
-def _next(items, count: int) -> list[Any]:
-    return [next(items) for _ in range(count)]
 
 
 # --- the gradient to a dense bank -------------------------------------------------------------------------------------

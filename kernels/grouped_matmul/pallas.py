@@ -7,17 +7,48 @@ A bank is a tuple of raw arrays: ``(w,)``, or what a packed format has. Residual
 gated matmul multiplies by gate and up again rather than keep two products [R, N] in fp32.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .glu import Activation, gradient
 
 Bank = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Tiles(ABC):
+    """A bank w [E, K, N] as the arrays that hold it; transposed: rows [R, N] times w^T. A chip's subclasses say how
+    parts of an expert's matrix come to a kernel."""
+
+    arrays: Bank
+    transposed: bool
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """(E, K, N)"""
+
+    @property
+    def experts(self) -> int:
+        return self.shape[0]
+
+    @property
+    def contraction(self) -> int:
+        """How many values a sum of the product has."""
+        return self.shape[2 if self.transposed else 1]
+
+    @property
+    def out(self) -> int:
+        """Columns of the product."""
+        return self.shape[1 if self.transposed else 2]
 
 
 @dataclass(frozen=True)
@@ -145,3 +176,18 @@ def _gated_bwd(kernels, activation, inputs, dy_RN):
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
+
+
+# --- in a kernel's body -----------------------------------------------------------------------------------------------
+
+
+def contract(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    """Sum of products over dim dims[0] of a and dims[1] of b, in fp32; float32 operands are not rounded to bf16."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dims_ = (((dims[0],), (dims[1],)), ((), ()))
+    return lax.dot_general(a, b, dims_, precision=precision, preferred_element_type=jnp.float32)
+
+
+def take(refs: Iterator[Any], count: int) -> list[Any]:
+    """The next `count` of a kernel's refs."""
+    return list(islice(refs, count))

@@ -6,10 +6,10 @@ A tile that one group owns is one product; of others only the sub-tiles in which
 only its rows are stored. MegaBlocks (Gale et al., arXiv 2211.15841) has the idea of ragged groups over fixed tiles.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +17,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from . import cases
-from .pallas import Kernels
+from . import cases, pallas
+from .pallas import Kernels, contract, take
 from .tiles import visits
 
 
-@runtime_checkable
-class Tiles(Protocol):
-    """How blocks of a bank come to a step. experts, contraction, out: E, K and N of the product."""
+class Tiles(pallas.Tiles):
+    """How blocks of a bank come to a step."""
 
-    arrays: tuple[jax.Array, ...]
-    experts: int
-    contraction: int
-    out: int
-    contracted: int  # the dim of a loaded block that is summed over
+    @property
+    def contracted(self) -> int:
+        """The dim of a loaded block that is summed over."""
+        return int(self.transposed)
 
+    @abstractmethod
     def specs(self, block: int) -> list[pl.BlockSpec]:
         """One for each array: the part of an expert's matrix that gives `block` columns of the product."""
-        ...
 
-    def scratch(self, block: int, dtype: jnp.dtype) -> list[Any]: ...
+    def scratch(self, block: int, dtype: jnp.dtype) -> list[Any]:
+        """VMEM for what `prepare` makes."""
+        return []
 
     def prepare(self, refs: Sequence[Any], scratch: Sequence[Any]) -> None:
         """Once for each group and block of columns."""
-        ...
 
-    def load(self, refs: Sequence[Any], scratch: Sequence[Any]) -> jax.Array: ...
+    @abstractmethod
+    def load(self, refs: Sequence[Any], scratch: Sequence[Any]) -> jax.Array:
+        """The block."""
 
 
 def expert_block(shape: tuple[int, ...], experts: int, dim: int) -> pl.BlockSpec:
@@ -55,38 +56,16 @@ def expert_block(shape: tuple[int, ...], experts: int, dim: int) -> pl.BlockSpec
     return pl.BlockSpec((1, *shape), index)
 
 
-@dataclass(frozen=True)
-class DenseTiles:
-    """w [E, K, N]; transposed: rows [R, N] times w^T."""
-
-    arrays: tuple[jax.Array, ...]
-    transposed: bool
+class DenseTiles(Tiles):
+    """w [E, K, N] as it is."""
 
     @property
-    def experts(self) -> int:
-        return self.arrays[0].shape[0]
-
-    @property
-    def contraction(self) -> int:
-        return self.arrays[0].shape[2 if self.transposed else 1]
-
-    @property
-    def out(self) -> int:
-        return self.arrays[0].shape[1 if self.transposed else 2]
-
-    @property
-    def contracted(self) -> int:
-        return int(self.transposed)
+    def shape(self) -> tuple[int, ...]:
+        return self.arrays[0].shape
 
     def specs(self, block: int) -> list[pl.BlockSpec]:
         k = self.contraction
         return [expert_block((block, k) if self.transposed else (k, block), self.experts, 1 - self.contracted)]
-
-    def scratch(self, block: int, dtype: jnp.dtype) -> list[Any]:
-        return []
-
-    def prepare(self, refs, scratch) -> None:
-        pass
 
     def load(self, refs, scratch) -> jax.Array:
         return refs[0][0]
@@ -131,10 +110,10 @@ def products(
 
 
 def _body(tiles, epilogue, lefts, extras, outputs, size, offset, group, tile, *refs) -> None:
-    take = iter(refs)
-    xs, arrays = _next(take, lefts), [_next(take, len(each.arrays)) for each in tiles]
-    more, outs = _next(take, extras), _next(take, outputs)
-    scratch = [_next(take, len(each.scratch(1, jnp.dtype("float32")))) for each in tiles]
+    refs = iter(refs)
+    xs, arrays = take(refs, lefts), [take(refs, len(each.arrays)) for each in tiles]
+    more, outs = take(refs, extras), take(refs, outputs)
+    scratch = [take(refs, len(each.scratch(1, jnp.dtype("float32")))) for each in tiles]
     v = pl.program_id(1)
     g, row = group[v], tile[v] * size.rows
     live, low, high = g < tiles[0].experts, offset[g] - row, offset[g + 1] - row
@@ -173,17 +152,6 @@ def _body(tiles, epilogue, lefts, extras, outputs, size, offset, group, tile, *r
         mine = owned_rows(0, size.rows, low, high)
         for out in outs:
             out[...] = jnp.where(mine, jnp.zeros_like(out), out[...])
-
-
-def _next(items, count: int) -> list[Any]:
-    return [next(items) for _ in range(count)]
-
-
-def contract(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
-    """Sum of products over dim dims[0] of a and dims[1] of b, in fp32; float32 operands are not rounded to bf16."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    dims_ = (((dims[0],), (dims[1],)), ((), ()))
-    return lax.dot_general(a, b, dims_, precision=precision, preferred_element_type=jnp.float32)
 
 
 def owned_rows(start, count: int, low, high) -> jax.Array:

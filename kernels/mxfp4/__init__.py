@@ -6,21 +6,12 @@ gated_grouped_matmul_mxfp4              the same for gate and up at once, and th
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from ..grouped_matmul import (
-    Activation,
-    Array,
-    activate,
-    check_added,
-    check_dtypes,
-    check_groups,
-    choose,
-    live_rows,
-    pallas,
-)
+from ..grouped_matmul import Activation, Array, Gated, check_added, check_groups, choose, fused, pallas, unfused
 from . import codec, gpu, reference, tpu, xla
 from .codec import check, decode, encode, to_layout
 
@@ -41,37 +32,19 @@ def _kernels(kernels: pallas.Kernels) -> Callable[[jax.Array, jax.Array, jax.Arr
     return lambda x, packed, scale, group_sizes, layout: pallas.matmul(kernels, False, x, (packed, scale), group_sizes)
 
 
-def _gated_kernels(kernels: pallas.Kernels) -> Callable[..., jax.Array]:
-    def run(activation, x, gate, up, added, group_sizes, layout):
-        check_dtypes(x, *added)
-        return pallas.gated(kernels, activation, x, gate, up, added, group_sizes)
-
-    return run
-
-
-def _gated_by(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Two products, then the activation: for implementations that do not fuse them."""
-
-    def gated(activation, x, gate, up, added, group_sizes, layout):
-        left, right = (product(x, *bank, group_sizes, layout) for bank in (gate, up))
-        return live_rows(activate(activation, left, right, added), group_sizes)
-
-    return gated
-
-
 IMPLS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, jax.Array, str], jax.Array]] = {
     "reference": reference.grouped_matmul_mxfp4,
     "xla": xla.grouped_matmul_mxfp4,
     "tpu": _kernels(tpu.KERNELS),
     "gpu": _kernels(gpu.KERNELS),
 }
-GATED: dict[str, Callable[..., jax.Array]] = {
-    "reference": _gated_by(reference.grouped_matmul_mxfp4),
-    "xla": _gated_by(xla.grouped_matmul_mxfp4),
-    "tpu": _gated_kernels(tpu.KERNELS),
-    "gpu": _gated_kernels(gpu.KERNELS),
+GATED: dict[str, Gated] = {
+    "reference": unfused(reference.grouped_matmul_mxfp4),
+    "xla": unfused(xla.grouped_matmul_mxfp4),
+    "tpu": fused(tpu.KERNELS),
+    "gpu": fused(gpu.KERNELS),
 }
-LAYOUT = {"tpu": "kn", "gpu": "nk"}
+LAYOUT: dict[str, Literal["nk", "kn"]] = {"tpu": "kn", "gpu": "nk"}
 """The layout that a kernel reads; the others read both."""
 
 
@@ -95,7 +68,7 @@ def grouped_matmul_mxfp4(
     at a time. Raises ValueError for an unknown `impl` or `layout` and for shapes that do not fit, TypeError for
     storage dtypes that are not bytes.
     """
-    run = choose(IMPLS, impl, "grouped_matmul_mxfp4", x.dtype)
+    run = choose(IMPLS, impl, "grouped_matmul_mxfp4", x)
     _, k = _check_bank((packed, scale), layout, impl, "grouped_matmul_mxfp4")
     check_groups(x, group_sizes, packed.shape[0], k, "grouped_matmul_mxfp4")
     packed, scale = _bytes((packed, scale))
@@ -120,7 +93,7 @@ def gated_grouped_matmul_mxfp4(
     them again from x. Errors as there.
     """
     name = "gated_grouped_matmul_mxfp4"
-    run = choose(GATED, impl, name, x.dtype)
+    run = choose(GATED, impl, name, x, *added)
     n, k = _check_bank(gate, layout, impl, name)
     if _check_bank(up, layout, impl, name) != (n, k) or gate[0].shape != up[0].shape:
         raise ValueError(f"{name}: gate and up must have one shape, got {gate[0].shape} and {up[0].shape}")
@@ -147,5 +120,4 @@ def _check_bank(bank: tuple[Array, Array], layout: str, impl: str, name: str) ->
 
 def _bytes(bank: tuple[Array, Array]) -> tuple[jax.Array, jax.Array]:
     """The bank with scales as their codes, whichever of the two storage dtypes they have."""
-    packed, scale = map(jnp.asarray, bank)
-    return packed, scale if scale.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    return jnp.asarray(bank[0]), codec.scale_code(bank[1])

@@ -58,7 +58,7 @@ def decode(packed: Array, scale: Array, *, layout: str = "nk", dtype: DTypeLike 
         raise ValueError(f"mxfp4: decode to float32, bfloat16 or float64, not {jnp.dtype(dtype)}: others are not exact")
     if packed.dtype != jnp.uint8:
         raise TypeError(f"mxfp4: packed must be uint8, got {packed.dtype}")
-    packed, code = jnp.asarray(packed), _scale_code(scale)
+    packed, code = jnp.asarray(packed), scale_code(scale)
     k_axis = packed.ndim - (1 if layout == "nk" else 2)
     low_high = np.array([0, 4], np.uint8).reshape(2, *(1,) * (packed.ndim - k_axis - 1))
     nibble = (jnp.expand_dims(packed, k_axis + 1) >> low_high) & 15  # a stack of two is 4 x slower inside a loop on CPU
@@ -83,13 +83,24 @@ def _power_of_two(code: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _scale_code(scale: Array) -> jax.Array:
+def scale_code(scale: Array) -> jax.Array:
     """Scale codes as uint8, whatever of the two names the bytes travel under; never converts a number."""
     if scale.dtype == jnp.uint8:
         return jnp.asarray(scale)
     if scale.dtype == jnp.float8_e8m0fnu:
         return jax.lax.bitcast_convert_type(jnp.asarray(scale), jnp.uint8)
     raise TypeError(f"mxfp4: scale must be uint8 or float8_e8m0fnu, got {scale.dtype}")
+
+
+def bfloat16_bits(nibble: jax.Array, exponent: jax.Array) -> jax.Array:
+    """int32: the bfloat16 pattern of an e2m1 code times 2^(exponent / 128), for kernels that decode without floats.
+
+    nibble int32, 0..15; exponent int32, (scale code - 127) << 7. Exact for what `check` allows.
+    """
+    magnitude = nibble & 7
+    bits = (magnitude << 6) + (126 << 7)  # 1.0 is code 2: one mantissa bit below two of exponent
+    bits = jnp.where(magnitude == 1, 126 << 7, bits) + exponent  # 0.5, e2m1's only subnormal
+    return jnp.where(magnitude == 0, 0, bits) | ((nibble & 8) << 12)
 
 
 def encode(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

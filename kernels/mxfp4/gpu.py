@@ -4,35 +4,22 @@ Layout "nk", as checkpoints store it: low and high nibbles of a tile, interleave
 of two are exact in bfloat16, so the scale is added to the exponent; `codec.check` says which codes that allows.
 """
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..grouped_matmul import gpu
 from ..grouped_matmul.pallas import Kernels
-from .codec import GROUP
+from .codec import GROUP, bfloat16_bits
 
 
-@dataclass(frozen=True)
-class PackedTiles:
-    """packed u8 [E, N, K/2], scale u8 [E, N, K/32] of w [E, K, N]; transposed: rows [R, N] times w^T."""
-
-    arrays: tuple[jax.Array, ...]
-    transposed: bool
+class PackedTiles(gpu.Tiles):
+    """packed u8 [E, N, K/2], scale u8 [E, N, K/32] of w [E, K, N]."""
 
     @property
-    def experts(self) -> int:
-        return self.arrays[0].shape[0]
-
-    @property
-    def contraction(self) -> int:
-        return self.arrays[0].shape[1] if self.transposed else 2 * self.arrays[0].shape[2]
-
-    @property
-    def out(self) -> int:
-        return 2 * self.arrays[0].shape[2] if self.transposed else self.arrays[0].shape[1]
+    def shape(self) -> tuple[int, ...]:
+        experts, n, half = self.arrays[0].shape
+        return experts, 2 * half, n
 
     @property
     def contracted(self) -> int:
@@ -58,12 +45,7 @@ def decode_tile(packed: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _values(nibble: jax.Array, exponent: jax.Array) -> jax.Array:
-    """e2m1 codes times 2^(exponent / 128); the magnitude is the low 3 bits."""
-    magnitude = nibble & 7
-    bits = (magnitude << 6) + (126 << 7)  # 1.0 is code 2: one mantissa bit below two of exponent
-    bits = jnp.where(magnitude == 1, 126 << 7, bits) + exponent  # 0.5, e2m1's only subnormal
-    bits = jnp.where(magnitude == 0, 0, bits) | ((nibble & 8) << 12)
-    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    return lax.bitcast_convert_type(bfloat16_bits(nibble, exponent).astype(jnp.uint16), jnp.bfloat16)
 
 
 KERNELS = Kernels(PackedTiles, gpu.products, None)

@@ -6,7 +6,6 @@ codes that `codec.check` allows: no NaN, and 0 or 1 only where all values are 0.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,34 +17,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..grouped_matmul import tpu
 from ..grouped_matmul.pallas import Kernels
-from .codec import GROUP
+from .codec import GROUP, bfloat16_bits
 
 CHUNK = 128  # packed rows that are decoded at once: 8 rows of scales, which is a tile of int32
 BYTES = GROUP // 2  # packed rows that share a scale
 
 
-@dataclass(frozen=True)
-class PackedTiles:
-    """packed u8 [E, K/2, N], scale u8 [E, K/32, N] of w [E, K, N]; transposed: rows [R, N] times w^T."""
-
-    arrays: tuple[jax.Array, ...]
-    transposed: bool
+class PackedTiles(tpu.Tiles):
+    """packed u8 [E, K/2, N], scale u8 [E, K/32, N] of w [E, K, N]."""
 
     @property
-    def experts(self) -> int:
-        return self.arrays[0].shape[0]
-
-    @property
-    def contraction(self) -> int:
-        return self.arrays[0].shape[2] if self.transposed else 2 * self.arrays[0].shape[1]
-
-    @property
-    def out(self) -> int:
-        return 2 * self.arrays[0].shape[1] if self.transposed else self.arrays[0].shape[2]
-
-    @property
-    def contracted(self) -> int:
-        return int(self.transposed)
+    def shape(self) -> tuple[int, ...]:
+        experts, half, n = self.arrays[0].shape
+        return experts, 2 * half, n
 
     def _shape(self, block: int) -> tuple[int, int]:
         return (block, self.contraction) if self.transposed else (self.contraction, block)
@@ -81,7 +65,7 @@ def _decode_rows(packed, decoded, exponent, start, count: int) -> None:
     codes = packed[0, at(count, 1), :].astype(jnp.int32)
     s = exponent[at(count // BYTES, BYTES), :]
     s = jnp.broadcast_to(s[:, None, :], (count // BYTES, BYTES, s.shape[1])).reshape(count, -1)
-    pairs = _bits(codes & 15, s) | (_bits(codes >> 4, s) << 16)
+    pairs = bfloat16_bits(codes & 15, s) | (bfloat16_bits(codes >> 4, s) << 16)
     decoded[_at(2 * start, 2 * count, 1), :] = pltpu.bitcast(pairs, jnp.bfloat16).astype(decoded.dtype)
 
 
@@ -90,14 +74,6 @@ def _at(start, count: int, divisor: int):
     if isinstance(start, int):
         return pl.ds(start // divisor, count)
     return pl.ds(pl.multiple_of(lax.div(start, divisor), CHUNK // divisor), count)
-
-
-def _bits(nibble: jax.Array, exponent: jax.Array) -> jax.Array:
-    """int32: the bfloat16 pattern of an e2m1 code times 2^(exponent / 128); the code's magnitude is its low 3 bits."""
-    magnitude = nibble & 7
-    bits = (magnitude << 6) + (126 << 7)  # 1.0 is code 2: one mantissa bit below two of exponent
-    bits = jnp.where(magnitude == 1, 126 << 7, bits) + exponent  # 0.5, e2m1's only subnormal
-    return jnp.where(magnitude == 0, 0, bits) | ((nibble & 8) << 12)
 
 
 KERNELS = Kernels(PackedTiles, tpu.products, None)

@@ -22,6 +22,7 @@ from trillion_moe.data.processor import Processor, load_processor
 from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.generate import Completion, Piece, Session, generate, stream
 from trillion_moe.inputs import Images, InputError, check_inputs, traced
+from trillion_moe.kernels import mxfp4
 from trillion_moe.layers.block import LayerSpec
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Caches, Model, Segment, bucket, depth_plan, grow
@@ -36,7 +37,7 @@ from trillion_moe.transforms import (
     remove_lora,
 )
 from trillion_moe.transforms.adapters import with_lora
-from trillion_moe.verify import Report, VerifyError, verify
+from trillion_moe.verify import VerifyError, verify
 from trillion_moe.verify.report import load as _load_operators
 from trillion_moe.weights import Layout
 
@@ -54,7 +55,6 @@ __all__ = [
     "ModelConfig",
     "Piece",
     "Processor",
-    "Report",
     "Session",
     "TokenizerError",
     "VerifyError",
@@ -78,8 +78,8 @@ __all__ = [
     "verify",
 ]
 
-# How a packed bank lies in memory: transposed where decoding runs along N (measured: 1.8x faster decoding on CPU).
-_PACKED_LAYOUT: dict[str, Layout] = {"cpu": "kn", "tpu": "kn"}
+# How a packed bank lies: as kernels read it; on CPU so that decoding runs along N (measured: 1.8x faster decoding).
+_PACKED_LAYOUT: dict[str, Layout] = {"cpu": "kn", **mxfp4.LAYOUT}
 
 Quantization = Literal["keep", "decode"]
 Format = Literal["hf", "orbax"]

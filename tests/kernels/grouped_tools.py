@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
+from tests.numerics import rel_rms
 
 from trillion_moe.kernels import mxfp4
 from trillion_moe.kernels.grouped_matmul import cases, gpu, pallas, tpu
@@ -53,19 +54,12 @@ def expected(x, w, dy, sizes, transpose_w=False):
     return y, dx, dw
 
 
-def error(got, want):
-    """Relative RMS; the error itself where the truth is zero."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    scale = np.sqrt(np.mean(want**2)) if want.size else 0.0
-    return np.sqrt(np.mean((got - want) ** 2)) / (scale or 1.0) if got.size else 0.0
-
-
 def assert_close(got, want, sizes, tolerance):
     """Every group by itself, the dead tail exactly zero, dw of an empty group exactly zero."""
     (y, dx, dw), (y_, dx_, dw_) = got, want
     assert_rows_close((y, dx), (y_, dx_), sizes, tolerance)
     for e, size in enumerate(sizes):
-        assert error(dw[e], dw_[e]) < tolerance, ("dw", e)
+        assert rel_rms(dw[e], dw_[e]) < tolerance, ("dw", e)
         assert size or not np.any(np.asarray(dw[e], np.float64)), ("dw of an empty group", e)
 
 
@@ -75,7 +69,7 @@ def assert_rows_close(got, want, sizes, tolerance):
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         for e, size in enumerate(sizes):
             r = slice(end[e] - size, end[e])
-            assert error(a[r], b[r]) < tolerance, (i, e)
+            assert rel_rms(a[r], b[r]) < tolerance, (i, e)
         assert not np.any(np.asarray(a[end[-1] :], np.float64)), (i, "dead tail")
 
 

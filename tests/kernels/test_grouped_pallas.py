@@ -16,11 +16,11 @@ from tests.kernels.grouped_tools import (
     assert_close,
     assert_rows_close,
     bank,
-    error,
     expected,
     interpreted,
     problem,
 )
+from tests.numerics import rel_rms
 
 from trillion_moe.kernels import mxfp4
 from trillion_moe.kernels.grouped_matmul import Silu, Situ, gated_grouped_matmul, grouped_matmul, pallas, tiles, tpu
@@ -164,10 +164,10 @@ def test_gated_matches_float64(chip, activation, with_added, packed) -> None:
         want = jax.tree.map(np.asarray, (y, *vjp(jnp.asarray(dy, jnp.float64))))
     live = sum(sizes)
     for got, exact in zip(jax.tree.leaves(found[:3]), jax.tree.leaves(want[:3]), strict=True):
-        assert error(got[:live], exact[:live]) < 2e-6
+        assert rel_rms(got[:live], exact[:live]) < 2e-6
     for got, exact in zip(found[3], want[3] if trained else (), strict=True):
         for e in range(experts):
-            assert error(got[e], exact[e]) < 2e-6
+            assert rel_rms(got[e], exact[e]) < 2e-6
     assert not np.any(found[0][live:])
     assert not np.any(found[1][live:])
 

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import grouped_tools
+from tests.kernels.grouped_tools import SIZES, assert_rows_close
+from tests.numerics import rel_rms
 
 from trillion_moe.kernels import mxfp4
 from trillion_moe.kernels.grouped_matmul import grouped_matmul
@@ -260,55 +263,24 @@ def test_check_refuses_shapes_and_dtypes():
 
 # ---- grouped matmul
 
-SIZES = {
-    "balanced": (701, cases.balanced(701, 5)),
-    "zipf": (701, cases.zipf(701, 5)),
-    "all_to_one": (701, cases.all_to_one(701, 5, winner=3)),
-    "tall": (701, np.array([290, 0, 1, 256, 53])),
-    "dead_tail": (75, np.array([7, 0, 33, 1, 12])),
-    "decode": (16, np.array([2, 9, 0, 4, 1])),
-    "one_row": (1, np.array([0, 0, 0, 1, 0])),
-}
 N, K = 9, 96
 
 
+def problem(rows, sizes):
+    """x, dy float32; the rows past the last group hold NaN."""
+    x, _, dy = grouped_tools.problem(rows, sizes, seed=1, k=K, n=N)
+    return x.astype(np.float32), dy.astype(np.float32)
+
+
 def expected(x, w, dy, sizes):
-    """(y, dx) in float64, group by group; w [E, N, K]."""
-    y, dx = np.zeros((len(x), w.shape[1])), np.zeros(x.shape)
-    start = 0
-    for e, size in enumerate(sizes):
-        r = slice(start, start + size)
-        y[r], dx[r] = x[r] @ w[e].T, dy[r] @ w[e]
-        start += size
-    return y, dx
+    """(y, dx) in float64; w [E, N, K]."""
+    return grouped_tools.expected(*(np.asarray(a, np.float64) for a in (x, w, dy)), sizes, transpose_w=True)[:2]
 
 
 @partial(jax.jit, static_argnames=("layout", "impl"))
 def value_and_grad(x, bank, dy, sizes, layout="nk", impl="xla"):
     y, vjp = jax.vjp(lambda x: grouped_matmul_mxfp4(x, *bank, sizes, layout=layout, impl=impl), x)
     return y, *vjp(dy)
-
-
-def error(got, want):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) if got.size else 0.0
-
-
-def assert_matches(got, want, sizes, tolerance):
-    end = np.cumsum(sizes)
-    for a, b in zip(got, want, strict=True):
-        for e, size in enumerate(sizes):
-            r = slice(end[e] - size, end[e])
-            assert error(a[r], b[r]) < tolerance, e
-        assert not np.any(np.asarray(a[end[-1] :], np.float64))
-
-
-def problem(rows, sizes):
-    rng = np.random.default_rng(1)
-    x, dy = rng.normal(size=(rows, K)).astype(np.float32), rng.normal(size=(rows, N)).astype(np.float32)
-    x[sum(sizes) :] = np.nan
-    dy[sum(sizes) :] = np.nan
-    return x, dy
 
 
 @pytest.mark.parametrize("layout", codec.LAYOUTS)
@@ -319,8 +291,8 @@ def test_matmul_matches_float64(name, layout):
     x, dy = problem(rows, sizes)
     packed, scale = random_bank(5, N, K)
     got = value_and_grad(x, mxfp4.to_layout(packed, scale, "nk", layout), dy, sizes, layout=layout)
-    want = expected(*(a.astype(np.float64) for a in (x, slow_decode(packed, scale), dy)), sizes)
-    assert_matches(got, want, sizes, TOLERANCE["float32"])
+    want = expected(x, slow_decode(packed, scale), dy, sizes)
+    assert_rows_close(got, want, sizes, TOLERANCE["float32"])
 
 
 def slow_decode(packed, scale):
@@ -336,7 +308,7 @@ def test_matmul_reference_agrees(layout):
     bank = mxfp4.to_layout(*random_bank(5, N, K), "nk", layout)
     a = value_and_grad(x, bank, dy, sizes, layout=layout, impl="xla")
     b = value_and_grad(x, bank, dy, sizes, layout=layout, impl="reference")
-    assert_matches(a, b, sizes, TOLERANCE["float32"])
+    assert_rows_close(a, b, sizes, TOLERANCE["float32"])
 
 
 def test_matmul_equals_that_on_unpacked_weights():
@@ -353,8 +325,8 @@ def test_matmul_equals_that_on_unpacked_weights():
         return y, *vjp(dy)
 
     y_, dx_ = unpacked(x, w, dy, sizes)
-    assert error(y, y_) < 1e-6
-    assert error(dx, dx_) < 1e-6
+    assert rel_rms(y, y_) < 1e-6
+    assert rel_rms(dx, dx_) < 1e-6
 
 
 @pytest.mark.parametrize("layout", codec.LAYOUTS)
@@ -364,8 +336,8 @@ def test_matmul_bfloat16(layout):
     packed, scale = random_bank(5, N, K)
     got = value_and_grad(x, mxfp4.to_layout(packed, scale, "nk", layout), dy, sizes, layout=layout)
     assert [a.dtype for a in got] == [jnp.bfloat16] * 2
-    want = expected(*(np.asarray(a, np.float64) for a in (x, slow_decode(packed, scale), dy)), sizes)
-    assert_matches(got, want, sizes, TOLERANCE["bfloat16"])
+    want = expected(x, slow_decode(packed, scale), dy, sizes)
+    assert_rows_close(got, want, sizes, TOLERANCE["bfloat16"])
 
 
 def test_bytes_have_no_gradient():

@@ -64,7 +64,7 @@ def test_what_is_required_decides_the_exit_code(monkeypatch, capsys, requirement
 
 
 def test_what_is_missing_for_what(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(doctor, "NVIDIA", tmp_path)
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path)
     cpu = {"id": 0, "platform": "cpu", "kind": "cpu", "memory": None}
     held = [Version("peft", None, "0.21.2", "==", "parity"), Version("jax", "0.9", "0.10", ">=", None)]
     assert missing(held, [cpu], {"libtpu": "1"}) == [

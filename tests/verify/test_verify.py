@@ -198,8 +198,8 @@ def test_without_a_fault_nothing_is_found(plain, case) -> None:
 
 
 def test_a_fault_of_the_gated_product_alone_is_found(plain, monkeypatch) -> None:
-    def up_and_gate(activation, x, gate, up, added, group_sizes):
-        return grouped_matmul.GATED["ragged_dot"](activation, x, up, gate, added, group_sizes)
+    def up_and_gate(activation, x, gate, up, added, group_sizes, last):
+        return grouped_matmul.GATED["ragged_dot"](activation, x, up, gate, added, group_sizes, last)
 
     monkeypatch.setitem(grouped_matmul.GATED, "xla", up_and_gate)
     assert found(plain, "grouped_matmul", "float32", "gate and up")

@@ -27,6 +27,12 @@ def main() -> int:
     return 0
 
 
+def _print_faster(part: dict[str, Any]) -> None:
+    faster = part["faster"]
+    print(f"  faster {faster['of_medians']:.2f}x by medians, {faster['of_minima']:.2f}x by minima", end="; ")
+    print(f"compiled in {part['compile_s']:.1f} s")
+
+
 def _grouped(rounds: int) -> list[dict[str, Any]]:
     from trillion_moe.bench import grouped
 
@@ -47,10 +53,9 @@ def _model(rounds: int) -> dict[str, Any]:
 
     results = model.measure(rounds)
     for part in results.values():
-        theirs, ours, faster = part["transformers"], part["ours"], part["faster"]
+        theirs, ours = part["transformers"], part["ours"]
         print(f"{part['what']}: medians {theirs['median_ms']:.0f} ms transformers, {ours['median_ms']:.0f} ms ours")
-        print(f"  faster {faster['of_medians']:.2f}x by medians, {faster['of_minima']:.2f}x by minima", end="; ")
-        print(f"compiled in {part['compile_s']:.1f} s")
+        _print_faster(part)
     train, decode = results["train"], results["decode"]
     print(f"training at {train['share_of_gemm_rate']:.0%} of the {train['gemm_gflops']:.0f} GFLOP/s of one matmul")
     print(f"  losses {train['loss']['ours']:.5f} ours, {train['loss']['transformers']:.5f} transformers")
@@ -65,10 +70,9 @@ def _lora(rounds: int) -> dict[str, Any]:
 
     results = lora.measure(rounds)
     for part in results.values():
-        faster, speed, losses = part["faster"], part["tokens_per_s"], part["losses"]
+        speed, losses = part["tokens_per_s"], part["losses"]
         print(f"{part['what']}: {speed['ours']:.0f} tokens/s ours, {speed['PEFT']:.0f} transformers + PEFT")
-        print(f"  faster {faster['of_medians']:.2f}x by medians, {faster['of_minima']:.2f}x by minima", end="; ")
-        print(f"compiled in {part['compile_s']:.1f} s")
+        _print_faster(part)
         first, last = ([losses[name][at] for name in ("ours", "PEFT")] for at in (0, -1))
         print(f"  losses of the first update {first[0]:.5f} ours, {first[1]:.5f} theirs; of the last ", end="")
         print(f"{last[0]:.5f} and {last[1]:.5f}", flush=True)

@@ -90,10 +90,13 @@ class Problem:
         yield "bf16 gate and up", 2, gated, (self.x, self.banks)
         yield "MXFP4 gate and up", 2, gated_packed, (self.x, self.packed)
 
+    def rows(self, expert: int) -> slice:
+        start, size = int(self.sizes[:expert].sum()), int(self.sizes[expert])
+        return slice(start, start + size)
+
     def expected(self, name: str, expert: int) -> list[jax.Array]:
         """What a run gives for the rows of one expert (of a bank's gradient, for the expert), in float32."""
-        start = int(np.cumsum(np.asarray(self.sizes))[expert] - self.sizes[expert])
-        rows = slice(start, start + int(self.sizes[expert]))
+        rows = self.rows(expert)
         x, dy = (a[rows].astype(jnp.float32) for a in (self.x, self.dy))
         gate, up = (w[expert].astype(jnp.float32) for w in self.banks)
         if "gate" in name:
@@ -104,10 +107,8 @@ class Problem:
 
     def error(self, name: str, found: Any, expert: int) -> float:
         """Relative RMS over one expert, the worst of a run's results."""
-        start = int(np.cumsum(np.asarray(self.sizes))[expert] - self.sizes[expert])
-        rows = slice(start, start + int(self.sizes[expert]))
         arrays = jax.tree.leaves(found)
-        parts = [arrays[0][rows], *(a[expert] for a in arrays[1:])]
+        parts = [arrays[0][self.rows(expert)], *(a[expert] for a in arrays[1:])]
         return max(map(_relative_rms, parts, self.expected(name, expert)))
 
 
@@ -155,7 +156,7 @@ def _torch(problem: Problem, name: str) -> Run:
     """`torch._grouped_mm` of the same arrays, handed over on the device."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    grouped_mm: Any = torch.__dict__["_grouped_mm"]  # of no public module
+    grouped_mm: Any = vars(torch)["_grouped_mm"]  # of no public module
     x, dy, w = (torch.from_dlpack(a) for a in (problem.x, problem.dy, problem.banks[0]))
     offsets = torch.from_dlpack(jnp.cumsum(problem.sizes).astype(jnp.int32))
     x, w = (a.detach().requires_grad_("gradient" in name) for a in (x, w))

@@ -8,13 +8,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend import backend
 
 from trillion_moe import __version__
+from trillion_moe.verify.report import DRIVER, runtime
 
 PACKAGE = "trillion-moe"
 OPTIONAL = {"torch": "parity", "transformers": "parity", "peft": "parity"}
@@ -24,7 +23,6 @@ PLUGINS = {
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"),
 }
 FIRST = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-NVIDIA = Path("/proc/driver/nvidia/version")
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)(\[[^]]*\])?\s*((?P<how>>=|==)\s*(?P<tested>[0-9][^;,\s]*))?[^;]*"
     r"(;.*extra\s*==\s*[\"'](?P<extra>[^\"']+)[\"'])?"
@@ -92,7 +90,7 @@ def devices() -> tuple[list[dict[str, Any]], str]:
     """JAX's devices, and what the back end says of itself, or why there is none."""
     try:
         found = jax.devices()
-        says = " ".join(backend.get_backend().platform_version.split())
+        says = runtime()
     except RuntimeError as error:
         return [], str(error)
     return [_device(device) for device in found], says
@@ -122,7 +120,7 @@ def missing(held: Sequence[Version], here: Sequence[dict[str, Any]], plugged: di
     platforms = {device["platform"] for device in here}
     if not here:
         found.append("JAX finds no device")
-    elif (NVIDIA.exists() or shutil.which("nvidia-smi")) and not platforms & {"gpu", "cuda"}:
+    elif (DRIVER.exists() or shutil.which("nvidia-smi")) and not platforms & {"gpu", "cuda"}:
         found.append(f"an NVIDIA driver is here, but JAX runs on {', '.join(sorted(platforms))}")
     odd = [v for v in held if v.extra is not None and v.verdict != "ok"]
     if odd:

@@ -32,7 +32,7 @@ def count(f: Callable, *args: Any) -> Count:
     closed = jax.make_jaxpr(f)(*args)
     closed = closed.replace(jaxpr=pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), True)[0])
     known = [None if isinstance(a, jax.ShapeDtypeStruct) else np.asarray(a) for a in jax.tree.leaves(args)]
-    counter = _Counter(Count(), ())
+    counter = _Counter(Count())
     counter.run(closed.jaxpr, closed.consts, known)
     return counter.total
 
@@ -40,8 +40,8 @@ def count(f: Callable, *args: Any) -> Count:
 class _Counter:
     """Follows jaxprs. A value is an array or number, or None where only its shape is known."""
 
-    def __init__(self, total: Count, step: tuple[int, ...]):
-        self.total, self.step = total, step
+    def __init__(self, total: Count, step: tuple[int, ...] = (), size: tuple[int, ...] = ()):
+        self.total, self.step, self.size = total, step, size
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
@@ -129,14 +129,10 @@ class _Counter:
         inside, jaxpr = Count(), params["jaxpr"]
         refs = [*operands, *[None] * (len(jaxpr.invars) - len(operands))]
         for last in range(grid[-1]):
-            step = _Counter(inside, (*[0] * (len(grid) - 1), last))
-            step.size = grid
-            step.run(jaxpr, (), refs)
+            _Counter(inside, (*[0] * (len(grid) - 1), last), tuple(grid)).run(jaxpr, (), refs)
         self.total.executed += inside.executed * math.prod(grid[:-1])
         self.total.declared += 0 if estimate is None else estimate.flops
         self.total.kernels += 1
-
-    size: Sequence[int] = ()
 
 
 _SCALAR: dict[str, Callable[..., Any]] = {

@@ -76,11 +76,16 @@ class Stamp:
             platform=device.platform,
             device=device.device_kind,
             count=jax.device_count(),
-            runtime=" ".join(backend.get_backend().platform_version.split()),
+            runtime=runtime(),
             driver=_driver() if device.platform in ("gpu", "cuda") else None,
             matmul_precision=jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
             versions=versions | {name: version(name) for name in ("jax", "jaxlib", "numpy")},
         )
+
+
+def runtime() -> str:
+    """What the back end says of itself, in one line."""
+    return " ".join(backend.get_backend().platform_version.split())
 
 
 def _driver() -> str | None:
