@@ -3,17 +3,25 @@
 Source: Kimi Linear, arXiv 2510.26692. `reference.py` is the definition.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from . import reference, xla
+from . import gpu, pallas, ranges, reference, tpu, xla
 from .cases import CASES, Case
 from .conv import short_conv
 from .gate import kda_gate, l2norm
+from .ranges import kda_join
 
-IMPLS = {"reference": reference.kda, "xla": xla.kda}
+IMPLS = {
+    "reference": reference.kda,
+    "xla": xla.kda,
+    "tpu": partial(pallas.kda, tpu.KERNELS),
+    "gpu": partial(pallas.kda, gpu.KERNELS),
+}
 
-__all__ = ["CASES", "IMPLS", "Case", "kda", "kda_gate", "l2norm", "short_conv"]
+__all__ = ["CASES", "IMPLS", "Case", "kda", "kda_gate", "kda_join", "kda_range", "l2norm", "short_conv"]
 
 
 def kda(
@@ -27,7 +35,7 @@ def kda(
     segments: jax.Array | None = None,
     state_segment: jax.Array | None = None,
     impl: str = "xla",
-    chunk: int = 32,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs [B,T,H,V] in v.dtype and final state [B,H,K,V] in float32 of the recurrence, per token and head
 
@@ -42,15 +50,37 @@ def kda(
     state_segment int32 [B]: document of `state` (None: the row's first real token continues it); a state of another
     document is dropped. A row of only padding returns its state.
 
-    impl: "xla" (chunks of `chunk` tokens, a power of two; one token is one step of it) or "reference" (token by token).
-    Raises ValueError: unknown impl, chunk not a power of two, shapes that do not fit, state_segment without segments.
+    impl: "xla", "tpu", "gpu" (chunks of `chunk` tokens, a power of two; None: what suits the implementation; one token
+    is one step of the recurrence) or "reference" (token by token).
+    Raises ValueError: unknown impl, chunk not a power of two, shapes that do not fit, state_segment without segments;
+    TypeError: a dtype that a kernel has not.
     """
     if impl not in IMPLS:
         raise ValueError(f"kda: unknown impl {impl!r}; legal: {sorted(IMPLS)}")
-    if chunk < 1 or chunk & (chunk - 1):
-        raise ValueError(f"kda: chunk is {chunk}; it must be a power of two (32 is fastest on CPU)")
+    if chunk is not None and (chunk < 1 or chunk & (chunk - 1)):
+        raise ValueError(f"kda: chunk is {chunk}; it must be a power of two")
     _check(q, k, v, g, beta, state, segments, state_segment)
     return IMPLS[impl](q, k, v, g, beta, state=state, segments=segments, state_segment=state_segment, chunk=chunk)
+
+
+def kda_range(
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    segments: jax.Array | None = None,
+    state_segment: jax.Array | None = None,
+    impl: str = "xla",
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(M [B,H,K,K], C [B,H,K,V]): a state S before these tokens is M S + C after them, for any S of `state_segment`.
+
+    Arguments and errors as in `kda`; differentiable. `kda_join` puts ranges together. The state before a shard of a
+    sequence follows from the ranges of the shards before it, so that `kda` of the shard itself can begin there.
+    """
+    run = partial(kda, segments=segments, state_segment=state_segment, impl=impl, chunk=chunk)
+    return ranges.transition(run, k, v, g, beta)
 
 
 def _check(q, k, v, g, beta, state, segments, state_segment):

@@ -9,8 +9,8 @@ With G_i = sum of g up to and including token i of the chunk, and S the state be
 
 Every exponent is a sum of log decays over a range of tokens, hence never positive: it underflows only where the true
 value does, and nothing can overflow (factoring exp(G_i) exp(-G_j) overflows beyond 88 in float32). The sums are built
-range by range rather than as differences G_i - G_j, so nothing cancels either: a log decay of `RESET` in the middle
-of a chunk separates two documents exactly.
+range by range rather than as differences G_i - G_j, so nothing cancels either: a log decay of `documents.RESET` in
+the middle of a chunk separates two documents exactly.
 
 Scores by recursive halving: for h = 1, 2, ..., C/2 the rows of the upper half of each block of 2h meet the columns of
 its lower half; `prefix` runs from the start of the upper half to row i, `suffix` from after column j to the end of the
@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-RESET = -1e9  # log decay of a document's first token: exp gives exactly 0, and sums of it stay finite
 _BASE = 8  # rows solved one by one before the inverse goes on by blocks
 
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from trillion_moe.kernels import grouped_matmul as grouped
-from trillion_moe.kernels import mxfp4
+from trillion_moe.kernels import linear_attention, mxfp4
 from trillion_moe.kernels.grouped_matmul import Activation, Silu, Situ, activate
 from trillion_moe.weights import MXFP4, LoRA, Weight, matrix_shape
 
@@ -36,6 +36,7 @@ __all__ = [
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "grouped_matmul": tuple(name for name in grouped.IMPLS if name != "reference"),
     "grouped_matmul_mxfp4": tuple(name for name in mxfp4.IMPLS if name != "reference"),
+    "kda": tuple(name for name in linear_attention.IMPLS if name != "reference"),
 }
 """Operators of which there is more than one implementation."""
 

@@ -7,28 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.kernels.kda_tools import NAMES, TOLERANCE, B, close, make, pick
 from tests.numerics import rel_rms
 
-from trillion_moe.kernels.linear_attention import CASES, Case, kda, kda_gate, l2norm
+from trillion_moe.kernels.linear_attention import CASES, Case, documents, kda, kda_gate, l2norm
 from trillion_moe.kernels.linear_attention import chunk as chunked
 
-TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-2}  # relative RMS, by dtype of the arithmetic or output
 CPU = jax.default_backend() == "cpu"
 LONGEST = 97
-NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-SIZES = CASES["tiny_odd"]
-B, H, K, V = SIZES.B, SIZES.H, SIZES.K, SIZES.V
 
 
 @pytest.fixture(autouse=True)
 def _x64():
     with jax.enable_x64(True):
         yield
-
-
-def close(got, want, dtype, names=NAMES):
-    errors = {name: rel_rms(a, b) for name, a, b in zip(names, got, want, strict=True)}
-    assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
 # The tests compile far more than they compute: leave out LLVM's passes.
@@ -70,24 +62,6 @@ def _grow(a, rows, T):
     return np.pad(a, [(0, B - rows), (0, LONGEST - T)] + [(0, 0)] * (a.ndim - 2))
 
 
-def make(T, g=None, *, seed=0):
-    """((q, k, v, g, beta), state, (do, dstate)) in float64. g: that log decay everywhere, or None to draw gates between
-    0 and -5. Log gates are fed directly: behind a saturated sigmoid dg would be 0."""
-    r = np.random.default_rng(seed)
-    q, k = (a / np.linalg.norm(a, axis=-1, keepdims=True) for a in r.normal(size=(2, B, T, H, K)))
-    drawn = -5 / (1 + np.exp(-3 * r.normal(size=(B, T, H, K)) + 2))
-    g = drawn if g is None else np.full_like(drawn, g)
-    beta = 1 / (1 + np.exp(-r.normal(size=(B, T, H))))
-    x = (q, k, r.normal(size=(B, T, H, V)), g, beta)
-    return x, r.normal(size=(B, H, K, V)), (r.normal(size=(B, T, H, V)), r.normal(size=(B, H, K, V)))
-
-
-def pick(data, index):
-    """The tokens (and rows) `index` of x and do; state and dstate as they are."""
-    x, state, (do, dstate) = data
-    return tuple(a[index] for a in x), state, (do[index], dstate)
-
-
 @pytest.mark.parametrize("T", [1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 97])
 def test_equals_recurrence_at_every_length(T):
     data = make(T)
@@ -122,7 +96,7 @@ def test_mixed_gates_channel_by_channel():
     close(run(data, dtype="float32", chunk=64), want, "float32")
 
 
-@pytest.mark.parametrize("g", [0.0, -5.0, -40.0, -1e4, chunked.RESET])
+@pytest.mark.parametrize("g", [0.0, -5.0, -40.0, -1e4, documents.RESET])
 def test_no_factor_comes_from_a_positive_exponent(g):
     """fault 25: every decay factor is exp of something <= 0, in float32, however deep the gates."""
     factors = jax.tree.leaves(jit(chunked.decays)(np.full((1, 1, 64, 3), g, np.float32)))
@@ -348,7 +322,7 @@ def test_refusals_give_numbers_fault_7():
         kda(q, k, jnp.repeat(v, 2, axis=2), g, beta)
     with pytest.raises(ValueError, match=r"state has shape .*7, 5\), want \(2, 3, 5, 7\)"):
         kda(*x, state=jnp.swapaxes(state, 2, 3))
-    with pytest.raises(ValueError, match=r"unknown impl 'cuda'; legal: \['reference', 'xla'\]"):
+    with pytest.raises(ValueError, match=r"unknown impl 'cuda'; legal: \['gpu', 'reference', 'tpu', 'xla'\]"):
         kda(*x, impl="cuda")
     with pytest.raises(ValueError, match="chunk is 24"):
         kda(*x, chunk=24)

@@ -41,16 +41,16 @@ def test_round_trip(plain, passed, written) -> None:
 
 
 def test_the_first_that_passed_is_taken(plain, cfg, passed, written) -> None:
-    assert load(written(), plain, "float32") == {"grouped_matmul": "ragged_dot"}
-    both = {"grouped_matmul": "xla", "grouped_matmul_mxfp4": "xla"}
-    assert load(written(passed(cfg, "xla")), cfg, "float32") == both
-    assert load(written(passed(cfg, "xla")), plain, "float32") == {"grouped_matmul": "xla"}, "of decoded experts"
+    assert load(written(), plain, "float32") == {"grouped_matmul": "ragged_dot", "kda": "xla"}
+    decoded = {"grouped_matmul": "xla", "kda": "xla"}
+    assert load(written(passed(cfg, "xla")), cfg, "float32") == decoded | {"grouped_matmul_mxfp4": "xla"}
+    assert load(written(passed(cfg, "xla")), plain, "float32") == decoded
 
 
 def test_a_person_may_choose_among_what_passed(plain, passed, written) -> None:
     path = written()
     changed(path, lambda data: data["fallback"]["grouped_matmul"]["float32"].reverse())
-    assert load(path, plain, "float32") == {"grouped_matmul": "xla"}
+    assert load(path, plain, "float32") == {"grouped_matmul": "xla", "kda": "xla"}
     changed(path, lambda data: data["fallback"]["grouped_matmul"]["float32"].insert(0, "tpu"))
     with pytest.raises(tm.VerifyError, match="holds 'tpu', which did not pass: legal are xla, ragged_dot"):
         load(path, plain, "float32")

@@ -47,7 +47,7 @@ def test_every_operator_passes_here(report, plain) -> None:
 
 def test_what_cannot_run_is_unavailable_with_its_reason(report) -> None:
     rows = [row for row in report.operators if row.implementation in ("tpu", "gpu")]
-    assert {row.operator for row in rows} == {"grouped_matmul"}
+    assert {row.operator for row in rows} == {"grouped_matmul", "kda"}
     for row in rows:
         assert (row.verdict, row.error, row.time) == ("unavailable", None, None)
         assert row.reason is not None

@@ -13,7 +13,7 @@ from trillion_moe.config import ModelConfig
 from trillion_moe.kernels import linear_attention
 from trillion_moe.layers import Tap, tap_into
 from trillion_moe.layers.norm import rms_scale
-from trillion_moe.ops import accumulator, dot
+from trillion_moe.ops import accumulator, dot, implementation
 
 
 @jax.tree_util.register_dataclass
@@ -105,6 +105,7 @@ class KDA(nnx.Module):
             state=None if cache is None else cache.state,
             segments=segments_BT,
             state_segment=cached_segment_B,
+            impl=implementation("kda", x_BTD.dtype),
         )
         y_BTC = self._gated_norm(out_BTHV, x_BTD, cfg).reshape(*x_BTD.shape[:2], -1)
         if cache is not None:

@@ -143,7 +143,7 @@ def prove(chip: Chip, kernel: Kernel) -> Proof:
         # Optimised, whatever the tests' XLA_FLAGS say: they turn it off for CPU, and ptxas then sees other code.
         options = {"xla_dump_to": folder, "xla_backend_optimization_level": 3} if platform == "gpu" else None
         program = compile_for(chip, partial(kernel.run, platform), sizes, *kernel.arrays(platform), options=options)
-        registers, spills = _ptxas(Path(folder)) if platform == "gpu" else (None, None)
+        registers, spills = ptxas(Path(folder), "grouped_") if platform == "gpu" else (None, None)
     temporaries = program.compiled.memory_analysis().temp_size_in_bytes - kernel.passed_on
     work, declared = counted(platform, kernel.name)
     return Proof(
@@ -164,12 +164,12 @@ def counted(platform: str, name: str) -> tuple[dict[str, float], float]:
     return work, declared
 
 
-def _ptxas(folder: Path) -> tuple[int, int]:
-    """Most registers of a thread, and bytes spilled, over the Pallas kernels among a program's PTX."""
+def ptxas(folder: Path, entry: str) -> tuple[int, int]:
+    """Most registers of a thread, and bytes spilled, over the kernels of that name among a program's PTX."""
     registers, spills = 0, 0
     for file in sorted(folder.glob("*.ptx")):
         text = file.read_text()
-        if not re.search(r"\.entry grouped_", text):
+        if not re.search(rf"\.entry {entry}", text):
             continue
         target = re.search(r"\.target (\w+)", text)
         assert target is not None

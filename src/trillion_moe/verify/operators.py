@@ -33,7 +33,8 @@ def operators_of(cfg: ModelConfig) -> tuple[Operator, ...]:
             _plain("router", rowwise.router, rowwise.router_numbers, factor={"bfloat16": 0.25}, because=ALWAYS_WIDE)
         )
     if "kda" in cfg.attention:
-        found.append(_heads("kda", sequences.kda, sequences.kda_numbers, cfg.kda.num_heads))
+        heads, names = {"heads": cfg.kda.num_heads}, IMPLEMENTATIONS["kda"]
+        found.append(Operator("kda", names, sequences.kda, sequences.kda_numbers, heads, ("tokens", "heads")))
     if "mla" in cfg.attention:
         heads = cfg.mla.num_heads
         found.append(

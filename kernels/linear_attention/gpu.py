@@ -1,0 +1,325 @@
+"""KDA for NVIDIA GPUs (Pallas, Triton), in kernels that are parallel in different ways:
+
+    pairs    every chunk by itself: what tokens have to do with each other, the inverse, and what meets the state
+    scan     chunks in order, for every head and block of values: outputs, or for the gradients states and writes
+    unscan   chunks in reverse: the gradients to the states, and to what the tokens write
+    tokens   every chunk by itself: gradients to q, k and g
+
+The backward pass runs `pairs` and `scan` again. Nothing but the inputs is kept; while a backward pass lasts there are
+two states for every chunk of 64 tokens, 2 K V / 64 numbers for each token and head in the dtype of q.
+
+Levels of the halving (`head.py`) are one loop, whose sums over ranges of tokens are products with 0 and 1: registers
+hold one level at a time, of a block of keys.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from . import head
+from .pallas import Arrays, Kernels
+
+VALUES = 32  # of a program of `scan` and `unscan`
+KEYS = 32  # at once in `pairs` and `tokens`
+WARPS = {"pairs": 8, "scan": 4, "unscan": 4, "tokens": 8}
+
+
+def length(C: int, T: int) -> int:
+    return T + -T % C
+
+
+def width(n: int) -> int:
+    """A power of two, as Triton's tiles are."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def ops(dtype: Any, interpret: bool) -> head.Ops:
+    """Where inputs are bfloat16, products of float32 are in TF32, which has two bits more; else, and in the inverse, in
+    three parts. An interpreter has float32 only."""
+
+    def dot(a, b, dims, parts=1 if dtype == jnp.bfloat16 else 3):
+        common = jnp.promote_types(a.dtype, b.dtype)
+        presets = {1: lax.DotAlgorithmPreset.TF32_TF32_F32, 3: lax.DotAlgorithmPreset.TF32_TF32_F32_X3}
+        precision = lax.Precision.HIGHEST if interpret else presets[parts] if common == jnp.float32 else None
+        return lax.dot_general(
+            a.astype(common), b.astype(common), (((dims[0],), (dims[1],)), ((), ())),
+            precision=precision, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+    return head.Ops(dot, partial(dot, parts=3), lambda a, b, w, dims: (dot(a, w, dims), dot(b, w, dims)), _no_swap)
+
+
+def _no_swap(x: jax.Array, h: int) -> jax.Array:
+    raise AssertionError("registers of other threads: sums are products here")
+
+
+class _Call:
+    """Sizes, and how a program finds its part of the arrays."""
+
+    def __init__(self, C: int, x: Arrays, interpret: bool):
+        q_BTHK, _, v_BTHV, _, _ = x
+        self.B, self.T, self.H, self.K = q_BTHK.shape
+        self.V, self.C, self.N = v_BTHV.shape[3], C, self.T // C
+        self.dtype, self.interpret, self.use = q_BTHK.dtype, interpret, ops(q_BTHK.dtype, interpret)
+        self.values, self.keys = min(self.V, VALUES), min(self.K, KEYS)
+        self.levels = C.bit_length() - 1
+
+    def shape(self, *dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.B, *dims), dtype)
+
+    def per_token(self, size: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return self.shape(self.T, self.H, size, dtype=dtype or self.dtype)
+
+    @property
+    def states(self) -> jax.ShapeDtypeStruct:
+        """Of every chunk, transposed."""
+        return self.shape(self.H, self.N, self.V, self.K, dtype=self.dtype)
+
+    def run(self, name: str, body: Any, grid: tuple[int, ...], outs: list[jax.ShapeDtypeStruct], *arrays: jax.Array):
+        flops = 2 * self.B * self.T * self.H * self.C * self.K  # in the order of magnitude
+        moved = sum(a.size * a.dtype.itemsize for a in (*arrays, *outs))
+        return pl.pallas_call(
+            partial(body, self),
+            grid=grid,
+            out_shape=outs,
+            compiler_params=plgpu.CompilerParams(num_warps=WARPS[name], num_stages=1),
+            cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+            interpret=self.interpret,
+            name=f"kda_{name}",
+        )(*arrays)
+
+    def tokens(self, ref: Any, b, n, h, first=0, count: int | None = None) -> jax.Array:
+        """[C, count] of [B,T,H,X]: chunk n of head h, from index `first`."""
+        count = ref.shape[3] if count is None else count
+        return plgpu.load(ref.at[b, pl.ds(n * self.C, self.C), h, pl.ds(first, count)])
+
+    def put(self, ref: Any, b, n, h, value: jax.Array, first=0) -> None:
+        at = ref.at[b, pl.ds(n * self.C, self.C), h, pl.ds(first, value.shape[1])]
+        plgpu.store(at, value.astype(ref.dtype))
+
+    def beta(self, ref: Any, b, n, h) -> jax.Array:
+        return plgpu.load(ref.at[b, pl.ds(n * self.C, self.C), h])[:, None]
+
+    def edges(self, b, n, h, q_start: Any, k_start: Any, k_end: Any, total: Any) -> head.Edges:
+        q, k, end = (self.tokens(ref, b, n, h) for ref in (q_start, k_start, k_end))
+        return head.Edges(q, k, end, plgpu.load(total.at[b, h, n])[None])
+
+    def blocks(self, body: Any, start: Any) -> Any:
+        """A loop over blocks of keys."""
+        return lax.fori_loop(0, self.K // self.keys, lambda j, carry: body(j * self.keys, carry), start)
+
+    def halvings(self, body: Any, start: Any) -> Any:
+        """A loop over levels h = 1, 2, ..., C / 2."""
+        return lax.fori_loop(0, self.levels, lambda i, carry: body(lax.shift_left(np.int32(1), i), carry), start)
+
+
+def _decays(g_CK: jax.Array, h: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+    """exp of the sums from the start of i's block of h rows to i, and from after j to the end of its block."""
+    i, t, together = _blocks(g_CK.shape[0], h)
+    return jnp.exp(_sums(together & (t <= i), g_CK)), jnp.exp(_sums(together & (t > i), g_CK))
+
+
+def _decays_transpose(dupto_CK: jax.Array, dafter_CK: jax.Array, h: int | jax.Array) -> jax.Array:
+    """Gradient to g from those to the sums of `_decays`."""
+    t, i, together = _blocks(dupto_CK.shape[0], h)
+    return _sums(together & (t <= i), dupto_CK) + _sums(together & (t > i), dafter_CK)
+
+
+def _blocks(size: int, h: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[C,C]: row, column, and whether they are in one block of h."""
+    i, j = (lax.broadcasted_iota(jnp.int32, (size, size), dim) for dim in (0, 1))
+    return i, j, (i ^ j) < h
+
+
+def _sums(which: jax.Array, x: jax.Array) -> jax.Array:
+    """Of rows of x: products with 0 and 1, to full float32 in three parts of bfloat16."""
+    total, mask = jnp.zeros_like(x), which.astype(jnp.bfloat16)
+    for _ in range(3):
+        part = x.astype(jnp.bfloat16)
+        x = x - part.astype(jnp.float32)
+        total = total + jnp.dot(mask, part, preferred_element_type=jnp.float32)
+    return total
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def _pairs(call: _Call, x: Arrays) -> tuple[head.Pairs, head.Edges]:
+    """aq, ak and t [B,H,N,C,C]; q start, k start and k end [B,T,H,K]; the decay of each chunk [B,H,N,K]."""
+    q, k, _, g, beta = x
+    squares, edges = [call.shape(call.H, call.N, call.C, call.C)] * 3, [call.per_token(call.K)] * 3
+    outs = [*squares, *edges, call.shape(call.H, call.N, call.K)]
+    found = call.run("pairs", _pairs_body, (call.N, call.H, call.B), outs, q, k, g, beta)
+    return head.Pairs(*found[:3]), head.Edges(*found[3:])
+
+
+def _pairs_body(call, q, k, g, beta, aq, ak, t, q_start, k_start, k_end, total) -> None:
+    n, h, b = (pl.program_id(axis) for axis in range(3))
+    zeros = jnp.zeros((call.C, call.C), jnp.float32)
+
+    def block(first, sums):
+        q_CK, k_CK, g_CK = (call.tokens(ref, b, n, h, first, call.keys).astype(jnp.float32) for ref in (q, k, g))
+        start, end = _decays(g_CK, call.C)
+        for ref, value in zip((q_start, k_start, k_end), (q_CK * start, k_CK * start, k_CK * end), strict=True):
+            call.put(ref, b, n, h, value, first)
+        plgpu.store(total.at[b, h, n, pl.ds(first, call.keys)], jnp.exp(jnp.sum(g_CK, axis=0)))
+
+        def level(size, sums):
+            up, low = _decays(g_CK, size)
+            found = call.use.both(q_CK * up, k_CK * up, k_CK * low, head.NT)
+            meet = head.pairs_of(size, call.C)
+            return tuple(s + jnp.where(meet, a, 0) for s, a in zip(sums, found, strict=True))
+
+        own = jnp.sum(q_CK * k_CK, axis=1, keepdims=True)
+        aq_CC, ak_CC = call.halvings(level, sums)
+        return aq_CC + jnp.where(head.diagonal(call.C), own, 0), ak_CC
+
+    aq_CC, ak_CC = call.blocks(block, (zeros, zeros))
+    scaled = call.beta(beta, b, n, h) * ak_CC
+
+    def invert(size, t):
+        corner = jnp.where(head.pairs_of(size, call.C), scaled, 0)
+        return t - call.use.exact(call.use.exact(t, corner, head.NN), t, head.NN)
+
+    t_CC = call.halvings(invert, head.diagonal(call.C).astype(jnp.float32))
+    for ref, value in zip((aq, ak, t), (aq_CC, ak_CC, t_CC), strict=True):
+        plgpu.store(ref.at[b, h, n], value)
+
+
+# --- scan -------------------------------------------------------------------------------------------------------------
+
+
+def _scan(call: _Call, x: Arrays, pair: head.Pairs, edge: head.Edges, state_BHKV: jax.Array, keep: bool):
+    """Outputs and the final state [B,H,V,K]; or, to keep, w [B,T,H,V] and the states before each chunk."""
+    outs = [call.per_token(call.V), call.states] if keep else [
+        call.per_token(call.V, x[2].dtype), call.shape(call.H, call.V, call.K)]  # fmt: skip
+    square = pair.ak if keep else pair.aq
+    arrays = (x[2], x[4], square, pair.t, *edge, jnp.swapaxes(state_BHKV, 2, 3))
+    return call.run("scan", partial(_scan_body, keep), (call.V // call.values, call.H, call.B), outs, *arrays)
+
+
+def _scan_body(keep, call, v, beta, square, t, q_start, k_start, k_end, total, first_state, out, states) -> None:
+    j, h, b = (pl.program_id(axis) for axis in range(3))
+    first = j * call.values
+    rows = pl.ds(first, call.values)
+
+    def chunk(n, state_VK):
+        v_CV = call.tokens(v, b, n, h, first, call.values).astype(jnp.float32)
+        edge = call.edges(b, n, h, q_start, k_start, k_end, total)
+        a_CC, t_CC = (plgpu.load(ref.at[b, h, n]) for ref in (square, t))
+        held = state_VK.astype(call.dtype)
+        u_CV, error, reads = head.write(call.use, v_CV, call.beta(beta, b, n, h), edge, t_CC, held)
+        if keep:
+            plgpu.store(states.at[b, h, n, rows], held)
+            call.put(out, b, n, h, head.remainder(call.use, a_CC, u_CV, error), first)
+        else:
+            call.put(out, b, n, h, head.outputs(call.use, a_CC, u_CV, reads), first)
+        return head.advance(call.use, edge, u_CV.astype(call.dtype), state_VK)
+
+    last = lax.fori_loop(0, call.N, chunk, plgpu.load(first_state.at[b, h, rows]))
+    if not keep:
+        plgpu.store(states.at[b, h, rows], last)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _unscan(call: _Call, beta_BTH, pair: head.Pairs, edge: head.Edges, do_BTHV: jax.Array, dfinal_BHKV: jax.Array):
+    """Gradients to the state after each chunk and to the first state [B,H,V,K]; db [B,T,H,V]."""
+    outs = [call.states, call.shape(call.H, call.V, call.K), call.per_token(call.V)]
+    arrays = (beta_BTH, pair.aq, pair.t, *edge, do_BTHV, jnp.swapaxes(dfinal_BHKV, 2, 3))
+    return call.run("unscan", _unscan_body, (call.V // call.values, call.H, call.B), outs, *arrays)
+
+
+def _unscan_body(call, beta, aq, t, q_start, k_start, k_end, total, do, dfinal, dstates, dfirst, db) -> None:
+    j, h, b = (pl.program_id(axis) for axis in range(3))
+    first = j * call.values
+    rows = pl.ds(first, call.values)
+
+    def chunk(i, dstate_VK):
+        n = call.N - 1 - i
+        edge = call.edges(b, n, h, q_start, k_start, k_end, total)
+        aq_CC, t_CC = (plgpu.load(ref.at[b, h, n]) for ref in (aq, t))
+        do_CV = call.tokens(do, b, n, h, first, call.values)
+        held = dstate_VK.astype(call.dtype)
+        plgpu.store(dstates.at[b, h, n, rows], held)
+        db_CV = head.write_transpose(call.use, edge, aq_CC, t_CC, do_CV, held)
+        call.put(db, b, n, h, db_CV, first)
+        dv_CV = (call.beta(beta, b, n, h) * db_CV).astype(call.dtype)
+        return head.state_transpose(call.use, edge, do_CV.astype(call.dtype), dv_CV, dstate_VK)
+
+    plgpu.store(dfirst.at[b, h, rows], lax.fori_loop(0, call.N, chunk, plgpu.load(dfinal.at[b, h, rows])))
+
+
+def _tokens(call: _Call, x: Arrays, w, db, do_BTHV, states, dstates) -> Arrays:
+    """Gradients to q, k and g."""
+    q, k, _, g, beta = x
+    outs = [call.per_token(call.K, a.dtype) for a in (q, k, g)]
+    arrays = (q, k, g, beta, w, db, do_BTHV, states, dstates)
+    grid = (call.K // call.keys, call.N, call.B * call.H)
+    return call.run("tokens", _tokens_body, grid, outs, *arrays)
+
+
+def _tokens_body(call, q, k, g, beta, w, db, do, states, dstates, *outs) -> None:
+    j, n, bh = (pl.program_id(axis) for axis in range(3))
+    b, h, first = lax.div(bh, np.int32(call.H)), lax.rem(bh, np.int32(call.H)), j * call.keys
+    use, beta_C1 = call.use, call.beta(beta, b, n, h)
+    q_CK, k_CK, g_CK = (call.tokens(ref, b, n, h, first, call.keys).astype(jnp.float32) for ref in (q, k, g))
+    w_CV, db_CV, do_CV = (call.tokens(ref, b, n, h) for ref in (w, db, do))
+    u_CV, do_CV = (beta_C1 * w_CV).astype(call.dtype), do_CV.astype(call.dtype)
+    state_VK, dstate_VK = (plgpu.load(ref.at[b, h, n, :, pl.ds(first, call.keys)]) for ref in (states, dstates))
+
+    start, end = _decays(g_CK, call.C)
+    dq = use.dot(do_CV, state_VK, head.NN) * start
+    dk_start = -beta_C1 * use.dot(db_CV, state_VK, head.NN) * start
+    dk_end = use.dot(u_CV, dstate_VK, head.NN) * end
+    dg = _decays_transpose(q_CK * dq + k_CK * dk_start, k_CK * dk_end, call.C)
+    products = state_VK.astype(jnp.float32) * dstate_VK.astype(jnp.float32)
+    dg = dg + jnp.exp(jnp.sum(g_CK, axis=0, keepdims=True)) * jnp.sum(products, axis=0, keepdims=True)
+
+    own = jnp.sum(do_CV.astype(jnp.float32) * u_CV.astype(jnp.float32), axis=1, keepdims=True)
+    daq_CC, dm_CC = use.both(do_CV, db_CV, u_CV, head.NT)
+    dak_CC = -beta_C1 * dm_CC
+
+    def level(size, sums):
+        dq, dk, dg = sums
+        up, low = _decays(g_CK, size)
+        meet = head.pairs_of(size, call.C)
+        daq, dak = jnp.where(meet, daq_CC, 0), jnp.where(meet, dak_CC, 0)
+        dq_up, dk_up = (d * up for d in use.both(daq, dak, k_CK * low, head.NN))
+        dk_low = (use.dot(daq, q_CK * up, head.TN) + use.dot(dak, k_CK * up, head.TN)) * low
+        dg = dg + _decays_transpose(q_CK * dq_up + k_CK * dk_up, k_CK * dk_low, size)
+        return dq + dq_up, dk + dk_up + dk_low, dg
+
+    sums = call.halvings(level, (dq + own * k_CK, dk_start + dk_end + own * q_CK, dg))
+    for ref, value in zip(outs, sums, strict=True):
+        call.put(ref, b, n, h, value, first)
+
+
+def forward(C: int, x: Arrays, state_BHKV: jax.Array, keep: bool, *, interpret: bool = False):
+    """See `pallas.Kernels`; what is kept is the first state. interpret: for tests."""
+    call = _Call(C, x, interpret)
+    o_BTHV, final_BHVK = _scan(call, x, *_pairs(call, x), state_BHKV, False)
+    return o_BTHV, jnp.swapaxes(final_BHVK, 2, 3), state_BHKV if keep else None
+
+
+def backward(C: int, x: Arrays, state_BHKV, do_BTHV, dfinal_BHKV, *, interpret: bool = False):
+    """See `pallas.Kernels`."""
+    call = _Call(C, x, interpret)
+    pair, edge = _pairs(call, x)
+    w_BTHV, states = _scan(call, x, pair, edge, state_BHKV, True)
+    dstates, dfirst_BHVK, db_BTHV = _unscan(call, x[4], pair, edge, do_BTHV, dfinal_BHKV)
+    dq, dk, dg = _tokens(call, x, w_BTHV, db_BTHV, do_BTHV, states, dstates)
+    wide, beta_BTH = db_BTHV.astype(jnp.float32), x[4]
+    dv = (beta_BTH[..., None] * wide).astype(x[2].dtype)
+    dbeta = jnp.sum(wide * w_BTHV.astype(jnp.float32), axis=-1)
+    return (dq, dk, dv, dg, dbeta), jnp.swapaxes(dfirst_BHVK, 2, 3)
+
+
+KERNELS = Kernels(forward, backward, length, width, chunk=64, smallest=16)

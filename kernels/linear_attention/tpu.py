@@ -1,0 +1,249 @@
+"""KDA for TPU (Pallas, Mosaic): a grid step is a group of chunks of one head, whose state stays in VMEM.
+
+The grid is (heads, rows, groups), groups in order. The backward pass takes them in reverse: it starts a group from the
+state that the forward pass kept, makes states, pairs and writes of its chunks again in VMEM, and goes back through
+them. Kept: K V floats for every GROUP chunks of 64 tokens.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from . import head
+from .pallas import Arrays, Kernels
+
+GROUP = 8  # chunks of a step
+LANES = 128
+VMEM = 32 * 2**20
+
+
+def length(C: int, T: int) -> int:
+    """T filled up to whole chunks, and to whole groups where there are several."""
+    whole = C if T <= C * GROUP else C * GROUP
+    return T + -T % whole
+
+
+def width(n: int) -> int:
+    return n + -n % LANES
+
+
+def _dot(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    """In full float32: the systolic array would round operands to bfloat16."""
+    dims_ = (((dims[0],), (dims[1],)), ((), ()))
+    return lax.dot_general(a, b, dims_, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _both(a: jax.Array, b: jax.Array, w: jax.Array, dims: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """One product: the array is loaded with w once."""
+    found = _dot(jnp.concatenate([a, b], axis=0), w, dims)
+    return found[: a.shape[0]], found[a.shape[0] :]
+
+
+def _swap(x: jax.Array, h: int) -> jax.Array:
+    size = x.shape[0]
+    return jnp.where(head.rows_of(h, size), pltpu.roll(x, h, 0), pltpu.roll(x, size - h, 0))
+
+
+OPS = head.Ops(_dot, _dot, _both, _swap)
+
+
+class _Blocks:
+    """How arrays come to the steps of a grid (heads, rows, groups); `order` says which group is the n-th."""
+
+    def __init__(self, C: int, x: Arrays, order: Any):
+        q_BTHK, _, v_BTHV, _, _ = x
+        self.B, self.T, self.H, self.K = q_BTHK.shape
+        self.V, self.C, self.chunks = v_BTHV.shape[3], C, min(GROUP, self.T // C)
+        self.groups = self.T // (C * self.chunks)
+        self.grid = (self.H, self.B, self.groups)
+        order = order(self.groups)
+        self.keys, self.values = (
+            pl.BlockSpec((1, C * self.chunks, size), lambda h, b, n: (b, order(n), h)) for size in (self.K, self.V)
+        )
+        self.beta = pl.BlockSpec((1, 1, self.chunks, C), lambda h, b, n: (b, h, order(n), 0))
+        self.state = pl.BlockSpec((1, 1, self.V, self.K), lambda h, b, n: (b, h, 0, 0))
+        self.states = pl.BlockSpec((1, 1, 1, self.V, self.K), lambda h, b, n: (b, h, order(n), 0, 0))
+        self.inputs = [self.keys, self.keys, self.values, self.keys, self.beta]
+
+    def flat(self, a: jax.Array) -> jax.Array:
+        """[B,T,H,X] -> [B,T,H X]: a head is a block of columns."""
+        return a.reshape(self.B, self.T, -1)
+
+    def arrays(self, x: Arrays) -> list[jax.Array]:
+        q, k, v, g, beta = x
+        rows = jnp.moveaxis(beta, 1, 2).reshape(self.B, self.H, -1, self.C)
+        return [self.flat(q), self.flat(k), self.flat(v), self.flat(g.astype(jnp.float32)), rows]
+
+    def shape(self, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.B, self.T, self.H * size), dtype)
+
+    def call(self, body: Any, name: str, flops: int, **more: Any) -> Any:
+        moved = 4 * self.B * self.T * self.H * (5 * self.K + 3 * self.V)
+        return pl.pallas_call(
+            body,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+            ),
+            cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+            name=name,
+            **more,
+        )
+
+
+def forward(C: int, x: Arrays, state_BHKV: jax.Array, keep: bool, *, interpret: Any = False):
+    """See `pallas.Kernels`. interpret: for tests, `pltpu.InterpretParams()` or True."""
+    at = _Blocks(C, x, lambda groups: lambda n: n)
+    state_BHVK = jnp.swapaxes(state_BHKV, 2, 3)
+    states = jax.ShapeDtypeStruct((at.B, at.H, at.groups, at.V, at.K), jnp.float32)
+    found = at.call(
+        partial(_forward_body, at.chunks, C),
+        "kda_forward",
+        at.B * at.T * at.H * forward_flops(C, at.K, at.V),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=0,
+            grid=at.grid,
+            in_specs=[*at.inputs, at.state],
+            out_specs=[at.values, at.state, *[at.states] * keep],
+            scratch_shapes=[pltpu.VMEM((at.V, at.K), jnp.float32)],
+        ),
+        out_shape=[at.shape(at.V, x[2].dtype), jax.ShapeDtypeStruct(state_BHVK.shape, jnp.float32), *[states] * keep],
+        interpret=interpret,
+    )(*at.arrays(x), state_BHVK)
+    o_BTHV = found[0].reshape(x[2].shape)
+    return o_BTHV, jnp.swapaxes(found[1], 2, 3), found[2] if keep else None
+
+
+def _forward_body(chunks, C, q, k, v, g, beta, first, o, final, *rest) -> None:
+    *kept, state = rest
+    n = pl.program_id(2)
+
+    @pl.when(n == 0)
+    def _():
+        state[...] = first[0, 0]
+
+    for ref in kept:
+        ref[0, 0, 0] = state[...]
+
+    def chunk(c, none):
+        at, x, g_CK = _chunk(c, C, q, k, v, g, beta)
+        decay = head.decays(OPS, g_CK)
+        pair = head.pairs(OPS, x, decay)
+        edge = head.edges(x, g_CK, decay)
+        u_CV, _, reads = head.write(OPS, x.v, x.beta, edge, pair.t, state[...])
+        o[0, at, :] = head.outputs(OPS, pair.aq, u_CV, reads).astype(o.dtype)
+        state[...] = head.advance(OPS, edge, u_CV, state[...])
+
+    lax.fori_loop(0, chunks, chunk, None)
+
+    @pl.when(n == pl.num_programs(2) - 1)
+    def _():
+        final[0, 0] = state[...]
+
+
+def _chunk(c, C, q, k, v, g, beta) -> tuple[Any, head.Inputs, jax.Array]:
+    """Where chunk c of the group lies, and what it holds in float32."""
+    at = pl.ds(pl.multiple_of(c * C, C), C)
+    q_CK, k_CK, v_CV = (ref[0, at, :].astype(jnp.float32) for ref in (q, k, v))
+    return at, head.Inputs(q_CK, k_CK, v_CV, head.column(beta[0, 0, pl.ds(c, 1), :])), g[0, at, :]
+
+
+def backward(
+    C: int, x: Arrays, states: jax.Array, do_BTHV: jax.Array, dfinal_BHKV: jax.Array, *, interpret: Any = False
+):
+    """See `pallas.Kernels`."""
+    at = _Blocks(C, x, lambda groups: lambda n: groups - 1 - n)
+    dfinal_BHVK = jnp.swapaxes(dfinal_BHKV, 2, 3)
+    inputs = at.arrays(x)
+    square, values, state = (C, C), (C, at.V), (at.V, at.K)
+    of_chunks = [pltpu.VMEM((at.chunks, *shape), jnp.float32) for shape in (state, square, square, values, values)]
+    *wide, dbeta, dstate_BHVK = at.call(
+        partial(_backward_body, at.chunks, C),
+        "kda_backward",
+        at.B * at.T * at.H * backward_flops(C, at.K, at.V),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=0,
+            grid=at.grid,
+            in_specs=[*at.inputs, at.states, at.values, at.state],
+            out_specs=[*at.inputs, at.state],
+            scratch_shapes=[pltpu.VMEM(state, jnp.float32), *of_chunks],
+        ),
+        out_shape=[
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs),
+            jax.ShapeDtypeStruct(dfinal_BHVK.shape, jnp.float32),
+        ],
+        interpret=interpret,
+    )(*inputs, states, at.flat(do_BTHV), dfinal_BHVK)
+    grads = tuple(d.reshape(a.shape).astype(a.dtype) for d, a in zip(wide, x, strict=False))
+    dbeta_BTH = jnp.moveaxis(dbeta.reshape(at.B, at.H, at.T), 2, 1)
+    return (*grads, dbeta_BTH), jnp.swapaxes(dstate_BHVK, 2, 3)
+
+
+def _backward_body(
+    chunks, C, q, k, v, g, beta, kept, do, dfinal, dq, dk, dv, dg, dbeta, dfirst, dstate, *of_chunks
+) -> None:
+    states, aq, t, u, w = of_chunks
+    n = pl.program_id(2)
+
+    @pl.when(n == 0)
+    def _():
+        dstate[...] = dfinal[0, 0]
+
+    states[0] = kept[0, 0, 0]
+
+    def again(c, none):
+        _, x, g_CK = _chunk(c, C, q, k, v, g, beta)
+        decay = head.decays(OPS, g_CK)
+        pair = head.pairs(OPS, x, decay)
+        edge = head.edges(x, g_CK, decay)
+        u_CV, error = head.write(OPS, x.v, x.beta, edge, pair.t, states[c])[:2]
+        aq[c], t[c], u[c], w[c] = pair.aq, pair.t, u_CV, head.remainder(OPS, pair.ak, u_CV, error)
+
+        @pl.when(c < chunks - 1)
+        def _():
+            states[c + 1] = head.advance(OPS, edge, u_CV, states[c])
+
+    lax.fori_loop(0, chunks, again, None)
+
+    def back(i, none):
+        c = chunks - 1 - i
+        at, x, g_CK = _chunk(c, C, q, k, v, g, beta)
+        decay, do_CV = head.decays(OPS, g_CK), do[0, at, :].astype(jnp.float32)
+        edge = head.edges(x, g_CK, decay)
+        db = head.write_transpose(OPS, edge, aq[c], t[c], do_CV, dstate[...])
+        found = head.token_transpose(OPS, x, g_CK, decay, u[c], db, do_CV, states[c], dstate[...])
+        for ref, value in zip((dq, dk, dg, dv), (*found, x.beta * db), strict=True):
+            ref[0, at, :] = value.astype(ref.dtype)
+        dbeta[0, 0, pl.ds(c, 1), :] = _row_sums(db * w[c])
+        dstate[...] = head.state_transpose(OPS, edge, do_CV, x.beta * db, dstate[...])
+
+    lax.fori_loop(0, chunks, back, None)
+
+    @pl.when(n == pl.num_programs(2) - 1)
+    def _():
+        dfirst[0, 0] = dstate[...]
+
+
+def _row_sums(x_CV: jax.Array) -> jax.Array:
+    """Sums over the columns, as a row [1,C]."""
+    return _dot(jnp.ones((8, x_CV.shape[1]), x_CV.dtype), x_CV, head.NT)[:1]
+
+
+def forward_flops(C: int, K: int, V: int) -> int:
+    """Of one token of one head."""
+    levels = C.bit_length() - 1
+    return 4 * levels * C * K + 4 * (levels - 1) * C * C + 4 * K * V + 4 * C * V + 2 * K * V
+
+
+def backward_flops(C: int, K: int, V: int) -> int:
+    """Of one token of one head, the forward pass made again included."""
+    levels = C.bit_length() - 1
+    again = forward_flops(C, K, V) - 2 * C * V
+    return again + 8 * levels * C * K + 8 * C * V + 16 * V + 16 * C + 12 * K * V
+
+
+KERNELS = Kernels(forward, backward, length, width, chunk=64, smallest=16)
