@@ -30,11 +30,13 @@ PARITY := $(VENV)/.installed-parity
 INPUTS := $(MADE) pyproject.toml $(CONSTRAINTS)
 
 AOT := .venv-aot
+TOKAMAX := .venv-tokamax
+PYTHON312 ?= python3.12
 
-.PHONY: help venv parity aot quickstart test check bench proof clean
+.PHONY: help venv parity aot quickstart test check bench bench-kda proof clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 $(MADE):
 	$(PYTHON) -m venv --clear $(VENV)
@@ -76,14 +78,26 @@ check: $(DEV)  ## lint, formatting, types and the rules of the house
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q -m "not slow" tests/test_guards.py
 
-bench: $(PARITY)  ## measure speed beside PyTorch and transformers
+bench: $(PARITY)  ## measure speed beside PyTorch, transformers and, on Python 3.12, tokamax
 	$(BIN)/python -m trillion_moe.bench $(ARGS)
+	$(MAKE) bench-kda
+
+# Apart: tokamax needs a later JAX than Python 3.11 has.
+$(TOKAMAX)/.installed: pyproject.toml constraints/py312.txt
+	$(PYTHON312) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { echo "tokamax needs Python 3.12: PYTHON312=..."; exit 1; }
+	$(PYTHON312) -m venv --clear $(TOKAMAX)
+	$(TOKAMAX)/bin/python -m pip install --quiet --constraint constraints/py312.txt --editable . tokamax==0.0.17
+	touch $@
+
+bench-kda: $(TOKAMAX)/.installed  ## measure KDA beside tokamax, in .venv-tokamax
+	$(TOKAMAX)/bin/python -m trillion_moe.bench --only kda $(KDA_ARGS)
 
 proof: $(PARITY) $(AOT)/.installed-$(PY_TAG)  ## run what is too long for CI and write it, with versions, to docs/proof
 	mkdir -p docs/proof
 	$(BIN)/python -m trillion_moe.bench --output docs/proof/bench.json
+	$(MAKE) bench-kda KDA_ARGS='--output docs/proof/bench_kda.json'
 	$(AOT)/bin/python -m trillion_moe.verify.kernels --output docs/kernels.md
 
 clean:  ## remove the environments and all that builds, tests and tools leave behind
-	rm -rf $(VENV) $(AOT) build dist runs .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(AOT) $(TOKAMAX) build dist runs .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -40,19 +40,20 @@ def width(n: int) -> int:
 
 
 def ops(dtype: Any, interpret: bool) -> head.Ops:
-    """Where inputs are bfloat16, products of float32 are in TF32, which has two bits more; else, and in the inverse, in
-    three parts. An interpreter has float32 only."""
+    """Where inputs are bfloat16, products of float32 are in TF32, which has two bits more; else, and in the inverse,
+    they are as good as float32. An interpreter has nothing else."""
+    presets = lax.DotAlgorithmPreset
+    full = presets.BF16_BF16_F32_X6  # six products of parts in bfloat16: TF32 in three takes more registers
 
-    def dot(a, b, dims, parts=1 if dtype == jnp.bfloat16 else 3):
+    def dot(a, b, dims, preset=presets.TF32_TF32_F32 if dtype == jnp.bfloat16 else full):
         common = jnp.promote_types(a.dtype, b.dtype)
-        presets = {1: lax.DotAlgorithmPreset.TF32_TF32_F32, 3: lax.DotAlgorithmPreset.TF32_TF32_F32_X3}
-        precision = lax.Precision.HIGHEST if interpret else presets[parts] if common == jnp.float32 else None
+        precision = lax.Precision.HIGHEST if interpret else preset if common == jnp.float32 else None
         return lax.dot_general(
             a.astype(common), b.astype(common), (((dims[0],), (dims[1],)), ((), ())),
             precision=precision, preferred_element_type=jnp.float32,
         )  # fmt: skip
 
-    return head.Ops(dot, partial(dot, parts=3), lambda a, b, w, dims: (dot(a, w, dims), dot(b, w, dims)), _no_swap)
+    return head.Ops(dot, partial(dot, preset=full), lambda a, b, w, dims: (dot(a, w, dims), dot(b, w, dims)), _no_swap)
 
 
 def _no_swap(x: jax.Array, h: int) -> jax.Array:

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from trillion_moe.kernels import mxfp4
 from trillion_moe.kernels.grouped_matmul import grouped_matmul
 from trillion_moe.meshes.chips import CHIPS, Gpu
-from trillion_moe.verify import kernels
+from trillion_moe.verify import grouped_kernels as kernels
+from trillion_moe.verify import kda_kernels
 from trillion_moe.verify.flops import count
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -56,8 +57,20 @@ def test_a_bank_that_is_decoded_outside_is_seen() -> None:
     assert program.share > 0.01
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize(("tokens", "what"), kda_kernels.PASSES)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_kda_compiled_at_kimi_k3_s_shapes(chip, tokens, what) -> None:
+    """Kernels alone; temporaries linear in the tokens, by the constants stated."""
+    proof, platform = kda_kernels.prove(CHIPS[chip], tokens, what), "gpu" if isinstance(CHIPS[chip], Gpu) else "tpu"
+    assert proof.calls == {"tpu": {"forward": 1, "gradients": 2}, "gpu": {"forward": 2, "gradients": 6}}[platform][what]
+    assert proof.per_token <= kda_kernels.WITHIN[platform][what]
+    assert proof.registers is None or proof.registers > 0
+    assert any(line.startswith(f"| {chip} | {tokens:,} | {what} |") for line in DOCUMENT.read_text().splitlines())
+
+
 def test_the_document_has_every_kernel_on_every_chip() -> None:
-    rows = re.findall(r"^\| (\w+) \| ([^|]+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (\w+) \| ([^|]+) \|", DOCUMENT.read_text().split("| chip | tokens |")[0], re.MULTILINE)
     expected = [(chip, name) for chip in CHIPS for name in kernels.KERNELS]
     assert rows[1:] == expected
 

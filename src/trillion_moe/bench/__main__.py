@@ -1,4 +1,4 @@
-"""`python -m trillion_moe.bench [--only grouped|model|lora] [--output FILE]`: measure, print, and write JSON."""
+"""`python -m trillion_moe.bench [--only PART] [--output FILE]`: measure, print, and write JSON."""
 
 import argparse
 import json
@@ -9,11 +9,13 @@ from typing import Any
 from trillion_moe.bench.machine import machine
 
 PARTS = ("grouped", "model", "lora")
+APART = ("kda",)  # has an environment of its own: make bench-kda
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="trillion_moe.bench", description=__doc__)
-    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated; all by default")
+    legal, default = (*PARTS, *APART), ", ".join(PARTS)
+    parser.add_argument("--only", choices=legal, action="append", help=f"may be repeated; by default {default}")
     parser.add_argument("--rounds", type=int, default=5, help="timed calls of each rival")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
@@ -79,7 +81,21 @@ def _lora(rounds: int) -> dict[str, Any]:
     return results
 
 
-_PARTS = {"grouped": _grouped, "model": _model, "lora": _lora}
+def _kda(rounds: int) -> dict[str, Any]:
+    from trillion_moe.bench import kda
+
+    results = kda.measure(rounds)
+    print(f"KDA, 8 heads x 2,048 x 128, float32, jax {results['jax']}; over tokamax {results['tokamax']} xla_chunked")
+    for what in ("forward", "forward and gradients"):
+        part = results[what]
+        over, peak = part["time_over_tokamax"], part["peak_mb"]
+        print(f"  {what}: {over['of_medians']:.2f} of its time by medians, {over['of_minima']:.2f} by minima; ", end="")
+        print(f"peak {peak['ours']:.0f} MB, {peak['tokamax']:.0f} theirs", flush=True)
+    print(f"  outputs differ by {results['difference']:.1e} of the largest")
+    return results
+
+
+_PARTS = {"grouped": _grouped, "model": _model, "lora": _lora, "kda": _kda}
 
 if __name__ == "__main__":
     sys.exit(main())

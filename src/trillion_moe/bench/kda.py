@@ -1,4 +1,4 @@
-"""KDA on CPU against tokamax's `xla_chunked`, which needs an environment with Python 3.12: 8 heads, 2,048 tokens, 128."""
+"""KDA on CPU against tokamax's `xla_chunked`, which needs Python 3.12: 8 heads, 2,048 tokens, 128 x 128."""
 
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
