@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from tests.kernels.grouped_tools import (
@@ -20,6 +19,7 @@ from tests.kernels.grouped_tools import (
     interpreted,
     problem,
 )
+from tests.kernels.races import races
 from tests.numerics import rel_rms
 
 from trillion_moe.kernels import mxfp4
@@ -204,10 +204,6 @@ def test_every_row_has_one_owner(name, tile) -> None:
 # --- races ------------------------------------------------------------------------------------------------------------
 
 
-def races_found() -> bool:
-    return interpret_pallas_call.races.races_found
-
-
 @pytest.mark.parametrize("what", [pytest.param("dense", marks=slow), "packed"])
 def test_no_race(what) -> None:
     """Two cores share the parallel dims of the grid; every pair of conflicting accesses would be reported."""
@@ -220,11 +216,12 @@ def test_no_race(what) -> None:
     else:
         stored = tuple(map(jnp.asarray, bank(rng, 5, 264, 96, "tpu")))
         kernels = interpreted(mxfp4_tpu.KERNELS, params)
-    _, vjp = jax.vjp(lambda x: pallas.matmul(kernels, False, x, stored, sizes), x)
-    jax.block_until_ready(vjp(dy))
-    if what == "dense":
-        jax.block_until_ready(kernels.weight_grad(x, dy, sizes))
-    assert not races_found()
+
+    def run():
+        _, vjp = jax.vjp(lambda x: pallas.matmul(kernels, False, x, stored, sizes), x)
+        return vjp(dy), kernels.weight_grad(x, dy, sizes) if what == "dense" else None
+
+    assert not races(run)
 
 
 def test_a_planted_race_is_found() -> None:
@@ -233,19 +230,16 @@ def test_a_planted_race_is_found() -> None:
     def body(x, y):
         y[...] = x[...]
 
-    params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    y = pl.pallas_call(
+    call = pl.pallas_call(
         body,
         grid=(2,),
         in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
         out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
         out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        interpret=params,
-    )(jnp.ones((16, 128)))
-    jax.block_until_ready(y)
-    assert races_found()
-    pltpu.reset_tpu_interpret_mode_state()
+        interpret=pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2),
+    )
+    assert races(lambda: call(jnp.ones((16, 128))))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

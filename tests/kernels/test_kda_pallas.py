@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
 from tests.kernels.kda_tools import KERNELS, NAMES, RACES, B, K, close, make, pick
+from tests.kernels.races import races
 from tests.numerics import rel_rms
 
 from trillion_moe.kernels.linear_attention import head, kda, pallas
@@ -198,9 +197,7 @@ def test_the_inverse_is_accurate_at_its_largest_norm() -> None:
 def test_no_race() -> None:
     """Two cores share heads and rows; every pair of conflicting accesses would be reported."""
     data = make(T)
-    close(found(RACES, data), exact(data), "float32")
-    assert not interpret_pallas_call.races.races_found
-    pltpu.reset_tpu_interpret_mode_state()
+    assert not races(lambda: close(found(RACES, data), exact(data), "float32"))
 
 
 def test_what_is_kept_is_linear_in_tokens_by_a_stated_constant() -> None:

@@ -114,7 +114,7 @@ class _Counter:
     def repeat(self, params: Any, args: list[Any], eqn: Any) -> list[Any]:
         """Once for all steps: their scalars are taken as unknown."""
         before, jaxpr = self.total.executed, params["jaxpr"]
-        consts = args[: params["num_consts"]]
+        consts = args[: _constants(params, args)]
         rest = [None] * (len(jaxpr.jaxpr.invars) - len(consts))
         self.run(jaxpr.jaxpr, jaxpr.consts, [*consts, *rest])
         self.total.executed = before + (self.total.executed - before) * params["length"]
@@ -142,6 +142,13 @@ _SCALAR: dict[str, Callable[..., Any]] = {
     "div": lambda a, b: np.int32(int(a / b)), "clamp": lambda low, a, high: np.clip(a, low, high),
     "select_n": lambda which, *cases: cases[int(which)],
 }  # fmt: skip
+
+
+def _constants(params: Any, args: list[Any]) -> int:
+    """How many operands of a scan are the same in every step."""
+    if "num_consts" in params:  # until jax 0.11
+        return params["num_consts"]
+    return len(list(params["ft_in"].update(args).unpack()[0]))
 
 
 def _computed(eqn: Any, args: list[Any]) -> list[Any]:
