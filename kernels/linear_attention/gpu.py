@@ -1,11 +1,11 @@
 """KDA for NVIDIA GPUs (Pallas, Triton), in kernels that are parallel in different ways:
 
     pairs    every chunk by itself: what tokens have to do with each other, the inverse, and what meets the state
-    scan     chunks in order, for every head and block of values: outputs, or for the gradients states and writes
+    scan     chunks in order, for every head and block of values: outputs; or, as `states`, what the gradients need
     unscan   chunks in reverse: the gradients to the states, and to what the tokens write
     tokens   every chunk by itself: gradients to q, k and g
 
-The backward pass runs `pairs` and `scan` again. Nothing but the inputs is kept; while a backward pass lasts there are
+The backward pass runs `pairs` and the scan again. Nothing but the inputs is kept; while a backward pass lasts there are
 two states for every chunk of 64 tokens, 2 K V / 64 numbers for each token and head in the dtype of q.
 
 Levels of the halving (`head.py`) are one loop, whose sums over ranges of tokens are products with 0 and 1: registers
@@ -27,7 +27,7 @@ from .pallas import Arrays, Kernels
 
 VALUES = 32  # of a program of `scan` and `unscan`
 KEYS = 32  # at once in `pairs` and `tokens`
-WARPS = {"pairs": 8, "scan": 4, "unscan": 4, "tokens": 8}
+WARPS = {"pairs": 8, "scan": 4, "states": 4, "unscan": 4, "tokens": 8}
 
 
 def length(C: int, T: int) -> int:
@@ -83,7 +83,7 @@ class _Call:
         return self.shape(self.H, self.N, self.V, self.K, dtype=self.dtype)
 
     def run(self, name: str, body: Any, grid: tuple[int, ...], outs: list[jax.ShapeDtypeStruct], *arrays: jax.Array):
-        flops = 2 * self.B * self.T * self.H * self.C * self.K  # in the order of magnitude
+        flops = self.B * self.T * self.H * self.flops[name]
         moved = sum(a.size * a.dtype.itemsize for a in (*arrays, *outs))
         return pl.pallas_call(
             partial(body, self),
@@ -94,6 +94,18 @@ class _Call:
             interpret=self.interpret,
             name=f"kda_{name}",
         )(*arrays)
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """Of one token of one head, sums over ranges as the three products that they are."""
+        C, K, V, levels = self.C, self.K, self.V, self.levels
+        return {
+            "pairs": (12 + 16 * levels) * C * K + 4 * levels * C * C,
+            "scan": 6 * K * V + 4 * C * V,
+            "states": 4 * K * V + 4 * C * V,
+            "unscan": 6 * K * V + 4 * C * V,
+            "tokens": (24 + 32 * levels) * C * K + 6 * K * V + 4 * C * V * (K // self.keys),
+        }
 
     def tokens(self, ref: Any, b, n, h, first=0, count: int | None = None) -> jax.Array:
         """[C, count] of [B,T,H,X]: chunk n of head h, from index `first`."""
@@ -202,7 +214,8 @@ def _scan(call: _Call, x: Arrays, pair: head.Pairs, edge: head.Edges, state_BHKV
         call.per_token(call.V, x[2].dtype), call.shape(call.H, call.V, call.K)]  # fmt: skip
     square = pair.ak if keep else pair.aq
     arrays = (x[2], x[4], square, pair.t, *edge, jnp.swapaxes(state_BHKV, 2, 3))
-    return call.run("scan", partial(_scan_body, keep), (call.V // call.values, call.H, call.B), outs, *arrays)
+    name, grid = "states" if keep else "scan", (call.V // call.values, call.H, call.B)
+    return call.run(name, partial(_scan_body, keep), grid, outs, *arrays)
 
 
 def _scan_body(keep, call, v, beta, square, t, q_start, k_start, k_end, total, first_state, out, states) -> None:

@@ -19,7 +19,7 @@ from .pallas import Arrays, Kernels
 
 GROUP = 8  # chunks of a step
 LANES = 128
-VMEM = 32 * 2**20
+PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=32 * 2**20)
 
 
 def length(C: int, T: int) -> int:
@@ -82,28 +82,21 @@ class _Blocks:
     def shape(self, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.B, self.T, self.H * size), dtype)
 
-    def call(self, body: Any, name: str, flops: int, **more: Any) -> Any:
-        moved = 4 * self.B * self.T * self.H * (5 * self.K + 3 * self.V)
-        return pl.pallas_call(
-            body,
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
-            ),
-            cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
-            name=name,
-            **more,
-        )
+    def cost(self, flops: int, arrays: list[Any]) -> pl.CostEstimate:
+        """flops: of one token of one head. arrays: all that is read or written."""
+        moved = sum(a.size * a.dtype.itemsize for a in arrays)
+        return pl.CostEstimate(flops=self.B * self.T * self.H * flops, bytes_accessed=moved, transcendentals=0)
 
 
 def forward(C: int, x: Arrays, state_BHKV: jax.Array, keep: bool, *, interpret: Any = False):
     """See `pallas.Kernels`. interpret: for tests, `pltpu.InterpretParams()` or True."""
     at = _Blocks(C, x, lambda groups: lambda n: n)
-    state_BHVK = jnp.swapaxes(state_BHKV, 2, 3)
+    arrays = [*at.arrays(x), jnp.swapaxes(state_BHKV, 2, 3)]
     states = jax.ShapeDtypeStruct((at.B, at.H, at.groups, at.V, at.K), jnp.float32)
-    found = at.call(
+    final = jax.ShapeDtypeStruct((at.B, at.H, at.V, at.K), jnp.float32)
+    outs = [at.shape(at.V, x[2].dtype), final, *[states] * keep]
+    found = pl.pallas_call(
         partial(_forward_body, at.chunks, C),
-        "kda_forward",
-        at.B * at.T * at.H * forward_flops(C, at.K, at.V),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
             grid=at.grid,
@@ -111,11 +104,13 @@ def forward(C: int, x: Arrays, state_BHKV: jax.Array, keep: bool, *, interpret: 
             out_specs=[at.values, at.state, *[at.states] * keep],
             scratch_shapes=[pltpu.VMEM((at.V, at.K), jnp.float32)],
         ),
-        out_shape=[at.shape(at.V, x[2].dtype), jax.ShapeDtypeStruct(state_BHVK.shape, jnp.float32), *[states] * keep],
+        out_shape=outs,
+        compiler_params=PARAMS,
+        cost_estimate=at.cost(forward_flops(C, at.K, at.V), [*arrays, *outs]),
         interpret=interpret,
-    )(*at.arrays(x), state_BHVK)
-    o_BTHV = found[0].reshape(x[2].shape)
-    return o_BTHV, jnp.swapaxes(found[1], 2, 3), found[2] if keep else None
+        name="kda_forward",
+    )(*arrays)
+    return found[0].reshape(x[2].shape), jnp.swapaxes(found[1], 2, 3), found[2] if keep else None
 
 
 def _forward_body(chunks, C, q, k, v, g, beta, first, o, final, *rest) -> None:
@@ -157,36 +152,39 @@ def backward(
 ):
     """See `pallas.Kernels`."""
     at = _Blocks(C, x, lambda groups: lambda n: groups - 1 - n)
-    dfinal_BHVK = jnp.swapaxes(dfinal_BHKV, 2, 3)
-    inputs = at.arrays(x)
+    inputs, dfinal_BHVK = at.arrays(x), jnp.swapaxes(dfinal_BHKV, 2, 3)
+    arrays = [*inputs, states, at.flat(do_BTHV), dfinal_BHVK]
+    outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*inputs, dfinal_BHVK)]
     square, values, state = (C, C), (C, at.V), (at.V, at.K)
-    of_chunks = [pltpu.VMEM((at.chunks, *shape), jnp.float32) for shape in (state, square, square, values, values)]
-    *wide, dbeta, dstate_BHVK = at.call(
+    of_chunks = [pltpu.VMEM((at.chunks, *shape), jnp.float32) for shape in (square, square, values, values)]
+    *wide, dbeta, dstate_BHVK = pl.pallas_call(
         partial(_backward_body, at.chunks, C),
-        "kda_backward",
-        at.B * at.T * at.H * backward_flops(C, at.K, at.V),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
             grid=at.grid,
             in_specs=[*at.inputs, at.states, at.values, at.state],
             out_specs=[*at.inputs, at.state],
-            scratch_shapes=[pltpu.VMEM(state, jnp.float32), *of_chunks],
+            scratch_shapes=[
+                pltpu.VMEM(state, jnp.float32),
+                pltpu.VMEM((at.chunks + 1, *state), jnp.float32),
+                *of_chunks,
+            ],
         ),
-        out_shape=[
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs),
-            jax.ShapeDtypeStruct(dfinal_BHVK.shape, jnp.float32),
-        ],
+        out_shape=outs,
+        compiler_params=PARAMS,
+        cost_estimate=at.cost(backward_flops(C, at.K, at.V), [*arrays, *outs]),
         interpret=interpret,
-    )(*inputs, states, at.flat(do_BTHV), dfinal_BHVK)
+        name="kda_backward",
+    )(*arrays)
     grads = tuple(d.reshape(a.shape).astype(a.dtype) for d, a in zip(wide, x, strict=False))
     dbeta_BTH = jnp.moveaxis(dbeta.reshape(at.B, at.H, at.T), 2, 1)
     return (*grads, dbeta_BTH), jnp.swapaxes(dstate_BHVK, 2, 3)
 
 
 def _backward_body(
-    chunks, C, q, k, v, g, beta, kept, do, dfinal, dq, dk, dv, dg, dbeta, dfirst, dstate, *of_chunks
+    chunks, C, q, k, v, g, beta, kept, do, dfinal, dq, dk, dv, dg, dbeta, dfirst, dstate, states, *of_chunks
 ) -> None:
-    states, aq, t, u, w = of_chunks
+    aq, t, u, w = of_chunks
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -202,10 +200,7 @@ def _backward_body(
         edge = head.edges(x, g_CK, decay)
         u_CV, error = head.write(OPS, x.v, x.beta, edge, pair.t, states[c])[:2]
         aq[c], t[c], u[c], w[c] = pair.aq, pair.t, u_CV, head.remainder(OPS, pair.ak, u_CV, error)
-
-        @pl.when(c < chunks - 1)
-        def _():
-            states[c + 1] = head.advance(OPS, edge, u_CV, states[c])
+        states[c + 1] = head.advance(OPS, edge, u_CV, states[c])
 
     lax.fori_loop(0, chunks, again, None)
 
@@ -236,14 +231,13 @@ def _row_sums(x_CV: jax.Array) -> jax.Array:
 def forward_flops(C: int, K: int, V: int) -> int:
     """Of one token of one head."""
     levels = C.bit_length() - 1
-    return 4 * levels * C * K + 4 * (levels - 1) * C * C + 4 * K * V + 4 * C * V + 2 * K * V
+    return 4 * levels * C * K + 4 * (levels - 1) * C * C + 4 * C * V + 6 * K * V
 
 
 def backward_flops(C: int, K: int, V: int) -> int:
-    """Of one token of one head, the forward pass made again included."""
+    """Of one token of one head, what is made again included."""
     levels = C.bit_length() - 1
-    again = forward_flops(C, K, V) - 2 * C * V
-    return again + 8 * levels * C * K + 8 * C * V + 16 * V + 16 * C + 12 * K * V
+    return forward_flops(C, K, V) + 8 * levels * C * K + 8 * C * V + 12 * K * V + 16 * V
 
 
 KERNELS = Kernels(forward, backward, length, width, chunk=64, smallest=16)

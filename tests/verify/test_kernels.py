@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from trillion_moe.kernels import mxfp4
 from trillion_moe.kernels.grouped_matmul import grouped_matmul
+from trillion_moe.kernels.linear_attention import gpu, tpu
 from trillion_moe.meshes.chips import CHIPS, Gpu
 from trillion_moe.verify import grouped_kernels as kernels
 from trillion_moe.verify import kda_kernels
@@ -93,6 +94,18 @@ def test_work_of_known_tiles(impl) -> None:
     assert executed(512, 512) == 1024
     assert executed(512, 512, 1) == 1024 + 64
     assert executed(0, 0) == 0
+
+
+@pytest.mark.parametrize("chip", [tpu, gpu], ids=["tpu", "gpu"])
+def test_kda_declares_what_it_executes(chip) -> None:
+    heads, state = shape(1, 1024, 2, 128), shape(1, 2, 128, 128)
+    x = (heads, heads, heads, heads, shape(1, 1024, 2))
+    kept = shape(1, 2, 2, 128, 128) if chip is tpu else state
+    forward = count(lambda *a: chip.forward(64, a[:5], a[5], True), *x, state)
+    backward = count(lambda *a: chip.backward(64, a[:5], *a[5:]), *x, kept, heads, state)
+    assert (forward.kernels, backward.kernels) == ((1, 1) if chip is tpu else (2, 4))
+    assert forward.executed == forward.declared > 0
+    assert backward.executed == backward.declared > forward.executed
 
 
 def test_branches_and_loops_are_followed() -> None:
