@@ -147,6 +147,8 @@ def choose(table: dict[str, F], impl: str, name: str, x: Array, *others: Array) 
     kernel would have to round x or what it is multiplied by or added to."""
     if impl not in table:
         raise ValueError(f"{name}: unknown impl {impl!r}; legal: {', '.join(sorted(table))}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}: rows are {x.dtype}; they must be floating")
     if impl in ("tpu", "gpu"):
         if jnp.dtype(x.dtype).name not in ("float32", "bfloat16"):
             raise TypeError(f"{name}: impl {impl!r} takes rows of float32 or bfloat16, got {x.dtype}")

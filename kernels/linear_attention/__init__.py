@@ -74,10 +74,17 @@ def kda_range(
     impl: str = "xla",
     chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(M [B,H,K,K], C [B,H,K,V]): a state S before these tokens is M S + C after them, for any S of `state_segment`.
+    """(M [B,H,K,K], C [B,H,K,V]): whatever the state S before these tokens, it is M S + C after them.
 
-    Arguments and errors as in `kda`; differentiable. `kda_join` puts ranges together. The state before a shard of a
-    sequence follows from the ranges of the shards before it, so that `kda` of the shard itself can begin there.
+    Arguments and errors as in `kda`; differentiable. A sequence that is cut into shards, one on each device:
+
+        m, c = kda_range(k, v, g, beta, segments=mine, state_segment=before)       # of each shard, at once
+        entering = state for the first shard, m0 @ state + c0 for the second, and so on (`kda_join`)
+        o, _ = kda(q, k, v, g, beta, state=entering, segments=mine, state_segment=before)
+
+    before int32 [B]: the document in which the tokens before the shard end: the segment of the last token that is no
+    padding, in whichever shard that is, and for the first shard the document of `state`. With segments it has to be
+    given: without, each shard's first document counts as one that continues.
     """
     run = partial(kda, segments=segments, state_segment=state_segment, impl=impl, chunk=chunk)
     return ranges.transition(run, k, v, g, beta)

@@ -26,10 +26,17 @@ def transition(
 
 
 def kda_join(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """What two ranges in a row do, the earlier one first; associative."""
+    """(M, C) of two ranges of tokens, the second right behind the first: M = M2 M1, C = M2 C1 + C2.
+
+    M [..., K, K] and C [..., K, V] as `kda_range` gives them, or stacked; associative, so that
+    ``jax.lax.associative_scan(kda_join, stacked)`` has what every shard of a sequence and those before it do.
+    Raises ValueError for shapes that differ.
+    """
     (m1, c1), (m2, c2) = first, second
+    if (m1.shape, c1.shape) != (m2.shape, c2.shape):
+        raise ValueError(f"kda_join: ranges have shapes {m1.shape}, {c1.shape} and {m2.shape}, {c2.shape}")
     return _product(m2, m1), _product(m2, c1) + c2
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum("bhij,bhjv->bhiv", a, b, precision=lax.Precision.HIGHEST)
+    return jnp.einsum("...ij,...jv->...iv", a, b, precision=lax.Precision.HIGHEST)

@@ -249,6 +249,8 @@ def test_refusals() -> None:
     x, w, sizes = jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([2, 2])
     with pytest.raises(TypeError, match="'tpu' takes rows of float32 or bfloat16, got float16"):
         grouped_matmul(x.astype(jnp.float16), w, sizes, impl="tpu")
+    with pytest.raises(TypeError, match="rows are int32; they must be floating"):
+        grouped_matmul(x.astype(jnp.int32), w, sizes)
     with pytest.raises(TypeError, match="rows are bfloat16, other operands float32"):
         grouped_matmul(x.astype(jnp.bfloat16), w, sizes, impl="gpu")
     with pytest.raises(ValueError, match=r"gate and up must be \[E, K, F\]"):

@@ -55,6 +55,16 @@ def test_shards_equal_one_device_fault_9_17(shards) -> None:
     close(*results, "float64")
 
 
+def test_join_is_an_operator_of_an_associative_scan() -> None:
+    x, state, _ = jax.tree.map(jnp.asarray, make(12))
+    made = [kda_range(*(a[:, at] for a in x[1:])) for at in np.split(np.arange(12), 4)]
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *made)
+    m, c = jax.lax.associative_scan(kda_join, stacked)
+    assert rel_rms(m[-1] @ state + c[-1], kda(*x, state=state, impl="reference")[1]) < 1e-11
+    with pytest.raises(ValueError, match="kda_join: ranges have shapes"):
+        kda_join(made[0], jax.tree.map(lambda a: a[:1], made[1]))
+
+
 def test_a_range_that_starts_a_document_forgets() -> None:
     x, _, _ = jax.tree.map(jnp.asarray, make(9))
     ones = jnp.ones((B, 9), jnp.int32)

@@ -1,6 +1,7 @@
 """`trillion-moe doctor`: what it says of versions, devices and what is missing."""
 
 import json
+import os
 from importlib import metadata
 
 import jax
@@ -68,10 +69,10 @@ def test_what_is_missing_for_what(monkeypatch, tmp_path) -> None:
     cpu = {"id": 0, "platform": "cpu", "kind": "cpu", "memory": None}
     held = [Version("peft", None, "0.21.2", "==", "parity"), Version("jax", "0.9", "0.10", ">=", None)]
     assert missing(held, [cpu], {"libtpu": "1"}) == [
-        "jax is 0.9, too old (tested: >=0.10): pip install 'trillion-moe'",
-        "no GPU plugin, for GPUs only: pip install 'trillion-moe[cuda13]'",
+        "jax is 0.9, too old (tested: >=0.10): pip install -e . in a clone",
+        "no GPU plugin, for GPUs only: pip install -e '.[cuda13]' in a clone",
         "an NVIDIA driver is here, but JAX runs on cpu",
-        "comparisons with other software need peft missing (tested: ==0.21.2): pip install 'trillion-moe[parity]'",
+        "comparisons with other software need peft missing (tested: ==0.21.2): pip install -e '.[parity]' in a clone",
     ]
     gpu = cpu | {"platform": "gpu"}
     assert missing([], [gpu], {"libtpu": "1", "jax-cuda13-plugin": "1"}) == []
@@ -87,6 +88,15 @@ def test_a_back_end_that_does_not_start_is_told(monkeypatch, capsys) -> None:
     out = capsys.readouterr().out
     assert "back end: Unable to initialize backend 'cuda'" in out
     assert "missing: JAX finds no device" in out
+
+
+def test_a_platform_without_a_plugin_is_told(monkeypatch, capsys) -> None:
+    def devices():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert main(["doctor"]) == 1
+    assert f"back end: JAX has no plugin for JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

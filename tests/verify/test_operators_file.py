@@ -10,6 +10,7 @@ from tests.tiny import filled, tiny_k3
 import trillion_moe as tm
 from trillion_moe import cli, ops
 from trillion_moe.cli import main
+from trillion_moe.config import ModelConfig
 from trillion_moe.kernels import grouped_matmul
 from trillion_moe.verify import Report
 from trillion_moe.verify.report import Stamp, load, read
@@ -45,6 +46,15 @@ def test_the_first_that_passed_is_taken(plain, cfg, passed, written) -> None:
     decoded = {"grouped_matmul": "xla", "kda": "xla"}
     assert load(written(passed(cfg, "xla")), cfg, "float32") == decoded | {"grouped_matmul_mxfp4": "xla"}
     assert load(written(passed(cfg, "xla")), plain, "float32") == decoded
+
+
+@pytest.mark.parametrize("folder", ["kimi_k3/a/mxfp4", "kimi_linear/a"])
+def test_what_a_folder_s_config_says_holds_for_the_model_in_it(folder, goldens, passed, tmp_path) -> None:
+    """How a tensor is stored is known only once it is loaded, and is no other model."""
+    folder, path = goldens / folder, tmp_path / "operators.json"
+    passed(ModelConfig.from_file(folder), "xla").write(path)
+    with tm.using_verified(path, tm.load(folder)):
+        pass
 
 
 def test_a_person_may_choose_among_what_passed(plain, passed, written) -> None:

@@ -31,8 +31,8 @@ def verify(
 
     config: or a checkpoint's folder, or its config.json. tokens: of a case. operators: of those that the config has,
     None = all. memory: bytes that the float64 inputs and gradients of a case may take (the peak is about three times
-    that): widths are the config's own, tokens, experts, heads and vocabulary are cut until they fit. on_row: called
-    with every row as it is measured.
+    that): widths are the config's own; of experts, heads and words of the vocabulary a case has no more than 8, 4 and
+    4,096, and fewer, and fewer tokens, until they fit. on_row: called with every row as it is measured.
 
     Raises VerifyError for a dtype or operator that is not there, for a memory too small and where JAX may not use the
     CPU; ConfigError for a config.
@@ -62,6 +62,7 @@ def _check_cpu() -> None:
 
 
 def _chosen(cfg: ModelConfig, names: Sequence[str] | None) -> list[Operator]:
+    names = [names] if isinstance(names, str) else names
     has = {operator.name: operator for operator in operators_of(cfg)}
     if odd := [name for name in names or () if name not in has]:
         raise VerifyError(f"no operator {odd[0]!r} in this config: legal are {', '.join(has)}")

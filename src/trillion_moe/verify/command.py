@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trillion_moe.verify import DTYPES, MEMORY, VerifyError, verify
 from trillion_moe.verify.cases import LARGEST
-from trillion_moe.verify.report import HEAD, Row, line
+from trillion_moe.verify.report import HEAD, VERDICTS, Row, line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=MEMORY,
         metavar="BYTES",
-        help="of a case's inputs and gradients in float64, to which tokens, experts, heads and vocabulary are cut; "
-        f"{MEMORY:,} by default, the peak is about three times that",
+        help="of a case's inputs and gradients in float64: widths are the model's, but a case has no more than "
+        f"{LARGEST.experts} experts, {LARGEST.heads} heads and {LARGEST.vocab:,} words, and fewer, and fewer tokens, "
+        f"where they do not fit; {MEMORY:,} by default, the peak is about three times that",
+    )
+    parser.epilog = (
+        "error: relative RMS against float64 of the worst array, output or gradient, of the worst case; time: the best "
+        "of three runs of the realistic cases, values and gradients. A model's widths decide how long it takes: "
+        "seconds an operator for a tiny model, minutes for all of a large one. Exit code 1: an operator has no "
+        "implementation that passed."
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, for --operators")
 
@@ -44,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"on {stamp.count} x {stamp.device} ({stamp.platform}), jax {stamp.versions['jax']}")
     if args.json is not None:
         report.write(args.json)
+    counts = [(verdict, sum(row.verdict == verdict for row in report.operators)) for verdict in VERDICTS]
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts))
     for name in report.failed:
         print(f"trillion-moe verify: no implementation of {name} passed", file=sys.stderr)
     return 1 if report.failed else 0

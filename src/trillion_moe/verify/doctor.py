@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import re
 import shutil
@@ -91,8 +92,8 @@ def devices() -> tuple[list[dict[str, Any]], str]:
     try:
         found = jax.devices()
         says = runtime()
-    except RuntimeError as error:
-        return [], str(error)
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform it was told to use has a plugin
+        return [], str(error) or f"JAX has no plugin for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
     return [_device(device) for device in found], says
 
 
@@ -113,10 +114,10 @@ def plugins() -> dict[str, str]:
 
 def missing(held: Sequence[Version], here: Sequence[dict[str, Any]], plugged: dict[str, str]) -> list[str]:
     """What is not there, what it would be for, and how to get it."""
-    found = [f"{v.name} is {_needs(v)}: pip install {quoted(PACKAGE)}" for v in held if v.wrong]
+    found = [f"{v.name} is {_needs(v)}: {install()}" for v in held if v.wrong]
     for extra, what in {"tpu": "TPU", "cuda13": "GPU"}.items():
         if not any(name in plugged for name in PLUGINS[extra]):
-            found.append(f"no {what} plugin, for {what}s only: pip install {quoted(f'{PACKAGE}[{extra}]')}")
+            found.append(f"no {what} plugin, for {what}s only: {install(extra)}")
     platforms = {device["platform"] for device in here}
     if not here:
         found.append("JAX finds no device")
@@ -125,7 +126,7 @@ def missing(held: Sequence[Version], here: Sequence[dict[str, Any]], plugged: di
     odd = [v for v in held if v.extra is not None and v.verdict != "ok"]
     if odd:
         names = ", ".join(f"{v.name} {_needs(v)}" for v in odd)
-        found.append(f"comparisons with other software need {names}: pip install {quoted(f'{PACKAGE}[parity]')}")
+        found.append(f"comparisons with other software need {names}: {install('parity')}")
     return found
 
 
@@ -134,8 +135,9 @@ def _needs(v: Version) -> str:
     return says if v.tested is None else f"{says} (tested: {v.how}{v.tested})"
 
 
-def quoted(text: str) -> str:
-    return f"'{text}'"
+def install(extra: str = "") -> str:
+    """What to type in a clone: this package is on no index."""
+    return f"pip install -e '.[{extra}]' in a clone" if extra else "pip install -e . in a clone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,13 +40,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Proof:
-    """Of one kernel on one chip. spills: bytes, None where the compiler does not say. work: executed over ideal FLOPs
-    by group sizes; declared: the kernels' own estimates over ideal."""
+    """Of one kernel on one chip. temporaries: bytes, without those that one kernel leaves to the next, `passed_on`;
+    share: of the bank. spills: bytes, None where the compiler does not say. work: executed over ideal FLOPs by group
+    sizes; declared: the kernels' own estimates over ideal."""
 
     chip: str
     kernel: str
     calls: int
     temporaries: int
+    passed_on: int
     share: float
     registers: int | None
     spills: int | None
@@ -139,7 +141,7 @@ def prove(chip: Chip, kernel: Kernel) -> Proof:
     temporaries = program.compiled.memory_analysis().temp_size_in_bytes - kernel.passed_on
     work, declared = counted(platform, kernel.name)
     return Proof(
-        chip.name, kernel.name, calls(platform, program), temporaries,
+        chip.name, kernel.name, calls(platform, program), temporaries, kernel.passed_on,
         temporaries / kernel.bank_bytes, registers, spills, work, declared,
     )  # fmt: skip
 
@@ -159,14 +161,15 @@ def counted(platform: str, name: str) -> tuple[dict[str, float], float]:
 def table(proofs: Iterable[Proof]) -> str:
     """Markdown."""
     lines = [
-        "| chip | kernel | calls | temporaries, MB | of the bank | registers | spilled | work: balanced | Zipf | one |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| chip | kernel | calls | left to the next, MB | temporaries, MB | of the bank | registers | spilled "
+        "| work: balanced | Zipf | one |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for p in proofs:
         work = " | ".join(f"{p.work[name]:.3f}" for name in GROUP_SIZES)
         says = ["-" if value is None else str(value) for value in (p.registers, p.spills)]
         lines.append(
-            f"| {p.chip} | {p.kernel} | {p.calls} | {p.temporaries / 1e6:.2f} | {p.share:.3%} "
-            f"| {' | '.join(says)} | {work} |"
+            f"| {p.chip} | {p.kernel} | {p.calls} | {p.passed_on / 1e6:.0f} | {p.temporaries / 1e6:.2f} "
+            f"| {'-' if p.kernel in LORA else f'{p.share:.3%}'} | {' | '.join(says)} | {work} |"
         )
     return "\n".join(lines) + "\n"

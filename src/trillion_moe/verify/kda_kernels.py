@@ -69,10 +69,14 @@ def prove(chip: Chip, tokens: int, what: str) -> Proof:
 def table(proofs: Iterable[Proof]) -> str:
     """Markdown."""
     lines = [
-        "| chip | tokens | KDA | calls | temporaries, bytes a token and head | registers | spilled |",
-        "|---|--:|---|--:|--:|--:|--:|",
+        "| chip | tokens | KDA | calls | temporaries, GB | bytes a token and head | registers | spilled |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
     ]
     for p in proofs:
         says = ["-" if value is None else str(value) for value in (p.registers, p.spills)]
-        lines.append(f"| {p.chip} | {p.tokens:,} | {p.what} | {p.calls} | {p.per_token:.0f} | {' | '.join(says)} |")
+        gigabytes = p.per_token * p.tokens * HEADS / 1e9
+        lines.append(
+            f"| {p.chip} | {p.tokens:,} | {p.what} | {p.calls} | {gigabytes:.2f} | {p.per_token:.0f} "
+            f"| {' | '.join(says)} |"
+        )
     return "\n".join(lines) + "\n"

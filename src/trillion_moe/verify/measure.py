@@ -96,7 +96,9 @@ def tolerance(operator: Operator, dtype: str) -> float:
 
 def measure(problem: Problem, implementation: str) -> Result:
     """An implementation that raises, while it is compiled or run, is unavailable: whatever it raises is the reason."""
-    case = problem.case
+    case, here = problem.case, jax.default_backend()
+    if implementation in ("tpu", "gpu") and implementation != here:
+        return Result(reason=f"a kernel for {implementation.upper()}s; JAX runs on {here}")
     try:
         constants = case.prepare(implementation, dict(case.constants))
         arguments = jax.device_put((problem.floats, constants, problem.cotangents))

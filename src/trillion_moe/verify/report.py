@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 from jax.extend import backend
@@ -26,6 +26,7 @@ _STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 _SIZES = ("model_type", "hidden_size", "vocab_size", "dense_hidden_size", "activation", "situ_beta", "situ_linear_beta")
 
 Verdict = Literal["pass", "fail", "unavailable"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 class VerifyError(ValueError):
@@ -146,6 +147,8 @@ def sizes_of(cfg: ModelConfig) -> dict[str, Any]:
     """What of a config the shapes depend on, as JSON gives it back."""
     parts = {name: part for name in ("kda", "mla", "moe", "vision") if (part := getattr(cfg, name)) is not None}
     sizes = {name: getattr(cfg, name) for name in _SIZES} | {n: dataclasses.asdict(p) for n, p in parts.items()}
+    if "kda" in sizes:
+        del sizes["kda"]["a_log_shape"]  # of the file: only a checkpoint's tensors say it
     return json.loads(json.dumps(sizes))
 
 
@@ -208,12 +211,14 @@ def _refused(report: Report, name: str, dtype: str) -> list[str]:
         return [f"fallback.{name}.{dtype}: no implementation passed ({said})"]
     passed = [row.implementation for row in rows if row.verdict == "pass"]
     odd = [c for c in chosen if c not in passed or c not in IMPLEMENTATIONS.get(name, (c,))]
-    return [f"fallback.{name}.{dtype} holds {c!r}, which did not pass: legal are {', '.join(passed)}" for c in odd]
+    legal = ", ".join(passed) or "none"
+    return [f"fallback.{name}.{dtype} holds {c!r}, which did not pass: legal are {legal}" for c in odd]
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 HEAD = f"{'operator':22} {'implementation':14} {'dtype':9} {'error':>8} {'tolerance':>9} {'verdict':11} {'time':>10}"
+HEAD += "  what it was tried on, or why not"
 
 
 def line(row: Row) -> str:
