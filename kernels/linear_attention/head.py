@@ -26,13 +26,14 @@ class Ops(NamedTuple):
     """What chips do in ways of their own, of float32 arrays.
 
     dot(a, b, dims): product; exact: in full float32. both(a, b, w, dims): (dot(a, w), dot(b, w)).
-    swap(x [C, K], h): rows i and i ^ h change places.
     """
 
     dot: Callable[[jax.Array, jax.Array, tuple[int, int]], jax.Array]
     exact: Callable[[jax.Array, jax.Array, tuple[int, int]], jax.Array]
     both: Callable[[jax.Array, jax.Array, jax.Array, tuple[int, int]], tuple[jax.Array, jax.Array]]
-    swap: Callable[[jax.Array, int], jax.Array]
+
+
+Swap = Callable[[jax.Array, int], jax.Array]  # of rows [C, K]: i and i ^ h change places
 
 
 class Inputs(NamedTuple):
@@ -83,23 +84,23 @@ def column(row_1C: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(diagonal(row_1C.shape[1]), row_1C, 0), axis=1, keepdims=True)
 
 
-def decays(ops: Ops, g_CK: jax.Array) -> Decays:
+def decays(swap: Swap, g_CK: jax.Array) -> Decays:
     size, h = g_CK.shape[0], 1
     prefix, suffix, levels = g_CK, jnp.zeros_like(g_CK), []
     while h < size:
         levels.append((h, jnp.exp(prefix), jnp.exp(suffix)))
-        other, upper = ops.swap(prefix + suffix, h), rows_of(h, size)
+        other, upper = swap(prefix + suffix, h), rows_of(h, size)
         prefix, suffix = prefix + jnp.where(upper, other, 0), suffix + jnp.where(upper, 0, other)
         h *= 2
     return Decays(tuple(levels), jnp.exp(prefix), jnp.exp(suffix))
 
 
-def decays_transpose(ops: Ops, levels: list[tuple[int, jax.Array, jax.Array]], dstart_CK, dend_CK) -> jax.Array:
+def decays_transpose(swap: Swap, levels: list[tuple[int, jax.Array, jax.Array]], dstart_CK, dend_CK) -> jax.Array:
     """Gradient to g from those to the sums whose exp `decays` returns (not to the exp itself)."""
     dprefix, dsuffix = dstart_CK, dend_CK
     for h, dup, dlow in reversed(levels):
         upper = rows_of(h, dprefix.shape[0])
-        dtotal = ops.swap(jnp.where(upper, dprefix, dsuffix), h)
+        dtotal = swap(jnp.where(upper, dprefix, dsuffix), h)
         dprefix, dsuffix = dprefix + dtotal + dup, dsuffix + dtotal + dlow
     return dprefix
 
@@ -168,7 +169,7 @@ def state_transpose(ops: Ops, edge: Edges, do_CV, dv_CV, dstate_VK) -> jax.Array
     return edge.total * dstate_VK + ops.dot(do_CV, edge.q, TN) - ops.dot(dv_CV, edge.k, TN)
 
 
-def token_transpose(ops: Ops, x: Inputs, g_CK, decay: Decays, u_CV, db_CV, do_CV, state_VK, dstate_VK):
+def token_transpose(ops: Ops, swap: Swap, x: Inputs, g_CK, decay: Decays, u_CV, db_CV, do_CV, state_VK, dstate_VK):
     """Gradients to q, k and g [C,K]."""
     # u = beta error - diag(beta) ak u, hence the gradient to diag(beta) ak is -db u^T, on ak's pairs.
     daq, dm = ops.both(do_CV, -db_CV, u_CV, NT)
@@ -185,5 +186,5 @@ def token_transpose(ops: Ops, x: Inputs, g_CK, decay: Decays, u_CV, db_CV, do_CV
     dq_start, dk_start = (d * decay.start for d in ops.both(do_CV, -x.beta * db_CV, state_VK, NN))
     dk_end = ops.dot(u_CV, dstate_VK, NN) * decay.end
     dtotal = edges(x, g_CK, decay).total * jnp.sum(state_VK * dstate_VK, axis=0, keepdims=True)
-    dg = decays_transpose(ops, levels, x.q * dq_start + x.k * dk_start, x.k * dk_end) + dtotal
+    dg = decays_transpose(swap, levels, x.q * dq_start + x.k * dk_start, x.k * dk_end) + dtotal
     return dq + dq_start, dk + dk_start + dk_end, dg

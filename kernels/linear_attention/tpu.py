@@ -49,7 +49,7 @@ def _swap(x: jax.Array, h: int) -> jax.Array:
     return jnp.where(head.rows_of(h, size), pltpu.roll(x, h, 0), pltpu.roll(x, size - h, 0))
 
 
-OPS = head.Ops(_dot, _dot, _both, _swap)
+OPS = head.Ops(_dot, _dot, _both)
 
 
 class _Blocks:
@@ -126,7 +126,7 @@ def _forward_body(chunks, C, q, k, v, g, beta, first, o, final, *rest) -> None:
 
     def chunk(c, none):
         at, x, g_CK = _chunk(c, C, q, k, v, g, beta)
-        decay = head.decays(OPS, g_CK)
+        decay = head.decays(_swap, g_CK)
         pair = head.pairs(OPS, x, decay)
         edge = head.edges(x, g_CK, decay)
         u_CV, _, reads = head.write(OPS, x.v, x.beta, edge, pair.t, state[...])
@@ -195,7 +195,7 @@ def _backward_body(
 
     def again(c, none):
         _, x, g_CK = _chunk(c, C, q, k, v, g, beta)
-        decay = head.decays(OPS, g_CK)
+        decay = head.decays(_swap, g_CK)
         pair = head.pairs(OPS, x, decay)
         edge = head.edges(x, g_CK, decay)
         u_CV, error = head.write(OPS, x.v, x.beta, edge, pair.t, states[c])[:2]
@@ -207,10 +207,10 @@ def _backward_body(
     def back(i, none):
         c = chunks - 1 - i
         at, x, g_CK = _chunk(c, C, q, k, v, g, beta)
-        decay, do_CV = head.decays(OPS, g_CK), do[0, at, :].astype(jnp.float32)
+        decay, do_CV = head.decays(_swap, g_CK), do[0, at, :].astype(jnp.float32)
         edge = head.edges(x, g_CK, decay)
         db = head.write_transpose(OPS, edge, aq[c], t[c], do_CV, dstate[...])
-        found = head.token_transpose(OPS, x, g_CK, decay, u[c], db, do_CV, states[c], dstate[...])
+        found = head.token_transpose(OPS, _swap, x, g_CK, decay, u[c], db, do_CV, states[c], dstate[...])
         for ref, value in zip((dq, dk, dg, dv), (*found, x.beta * db), strict=True):
             ref[0, at, :] = value.astype(ref.dtype)
         dbeta[0, 0, pl.ds(c, 1), :] = _row_sums(db * w[c])

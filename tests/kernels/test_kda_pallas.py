@@ -177,7 +177,7 @@ def test_no_factor_comes_from_a_positive_exponent(g) -> None:
     def swap(x, h):
         return x[np.arange(64) ^ h]
 
-    factors = jax.tree.leaves(head.decays(head.Ops(None, None, None, swap), jnp.full((64, 3), g))[0])
+    factors = jax.tree.leaves(head.decays(swap, jnp.full((64, 3), g))[0])
     assert all(np.all((np.asarray(f) >= 0) & (np.asarray(f) <= 1)) for f in factors if not isinstance(f, int))
 
 
@@ -187,7 +187,7 @@ def test_the_inverse_is_accurate_at_its_largest_norm() -> None:
     x = head.Inputs(jnp.ones((size, 1)), jnp.ones((size, 1)), jnp.ones((size, 1)), jnp.ones((size, 1)))
     ones, dot = jnp.ones((size, 1)), lambda a, b, dims: jax.lax.dot_general(a, b, ((dims[:1], dims[1:]), ((), ())))
     decay = head.Decays(tuple((1 << i, ones, ones) for i in range(6)), ones, ones)
-    ops = head.Ops(dot, dot, lambda a, b, w, dims: (dot(a, w, dims), dot(b, w, dims)), lambda x, h: x)
+    ops = head.Ops(dot, dot, lambda a, b, w, dims: (dot(a, w, dims), dot(b, w, dims)))
     assert np.array_equal(head.pairs(ops, x, decay).t, np.eye(size) - np.eye(size, k=-1))
 
 
