@@ -3,8 +3,9 @@
 import jax
 import pytest
 
-from trillion_moe.bench import gpu
-from trillion_moe.kernels import mxfp4
+from trillion_moe.bench import gpu, gpu_kda
+from trillion_moe.kernels import linear_attention, mxfp4
+from trillion_moe.kernels.linear_attention import Case
 
 SMALL = {"rows": 96, "k": 64, "n": 48, "rounds": 1, "rival": False}
 
@@ -27,6 +28,24 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch) -> None:
     monkeypatch.setitem(mxfp4.IMPLS, "xla", wrong)
     with pytest.raises(ArithmeticError, match="MXFP4 forward: expert 0 is off by"):
         gpu.measure("xla", 4, **SMALL)
+
+
+@pytest.mark.slow
+def test_kda_is_checked_and_timed(monkeypatch) -> None:
+    small = Case(B=1, T=64, H=3, K=16, V=8)
+    rows = gpu_kda.measure("xla", case=small, rounds=1, rival=False)
+    whats = [f"KDA {what}, {how}" for how in ("one sequence", "8 documents") for what in WHATS]
+    assert [row["what"] for row in rows] == whats
+    monkeypatch.setitem(linear_attention.IMPLS, "gpu", _without_decay)
+    with pytest.raises(ArithmeticError, match="KDA forward: o is off by"):
+        gpu_kda.measure("gpu", case=small, rounds=1, rival=False)
+
+
+WHATS = ("forward", "forward and gradients")
+
+
+def _without_decay(q, k, v, g, beta, **options):
+    return linear_attention.IMPLS["xla"](q, k, v, 0 * g, beta, **options)
 
 
 def test_without_a_gpu(monkeypatch, capsys) -> None:

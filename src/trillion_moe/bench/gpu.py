@@ -1,6 +1,8 @@
-"""Grouped matmul on an NVIDIA GPU at Kimi K3's shapes, against `torch._grouped_mm` and the card's own dense rate.
+"""Kernels on an NVIDIA GPU at Kimi K3's shapes.
 
-    python -m trillion_moe.bench.gpu [--experts 112 --experts 56] [--rounds 10] [--output FILE]
+Grouped matmul against `torch._grouped_mm` and the card's own dense rate, Kimi Delta Attention (`gpu_kda.py`) against fla.
+
+    python -m trillion_moe.bench.gpu [--only grouped|kda] [--experts 112 --experts 56] [--rounds 10] [--output FILE]
 
 Each kernel is first checked: a few groups' rows against a float32 product of decoded weights. Minutes in all.
 """
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trillion_moe.bench import gpu_kda
 from trillion_moe.bench.clock import alternate, ratio, summary
 from trillion_moe.bench.machine import machine
 from trillion_moe.kernels import mxfp4
@@ -174,16 +177,17 @@ def _torch(problem: Problem, name: str) -> Run:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="trillion_moe.bench.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("grouped", "kda"), help="both by default")
     parser.add_argument("--experts", type=int, action="append", help="of one device; 112 and 56 (EP8, EP16) by default")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--without-torch", action="store_true", help="no rival")
+    parser.add_argument("--without-torch", action="store_true", help="no rivals: neither torch nor fla is needed")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         print(f"an NVIDIA GPU is needed, JAX has {jax.default_backend()}: see trillion-moe doctor", file=sys.stderr)
         return 1
     results: dict[str, Any] = {"machine": machine() | {"device": jax.devices()[0].device_kind}, "rows": []}
-    for experts in args.experts or (112, 56):
+    for experts in () if args.only == "kda" else args.experts or (112, 56):
         for row in measure("gpu", experts, rounds=args.rounds, rival=not args.without_torch):
             results["rows"].append(row)
             torch = f", {row['faster_than_torch']:.2f}x torch" if "faster_than_torch" in row else ""
@@ -192,6 +196,12 @@ def main() -> int:
                 f"{row['share_of_dense_rate']:.0%} of a dense matmul's{torch}",
                 flush=True,
             )
+    for row in (
+        () if args.only == "grouped" else gpu_kda.measure("gpu", rounds=args.rounds, rival=not args.without_torch)
+    ):
+        results["rows"].append(row)
+        fla = f", {row['faster_than_fla']:.2f}x fla" if "faster_than_fla" in row else ""
+        print(f"{row['what']}: {row['ours']['min_ms']:.2f} ms{fla}", flush=True)
     if args.output:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     return 0
