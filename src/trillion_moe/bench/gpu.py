@@ -1,6 +1,7 @@
 """Kernels on an NVIDIA GPU at Kimi K3's shapes.
 
-Grouped matmul against `torch._grouped_mm` and the card's own dense rate, Kimi Delta Attention (`gpu_kda.py`) against fla.
+Grouped matmul against `torch._grouped_mm` and the card's own dense rate, Kimi Delta Attention (`gpu_kda.py`) against
+fla.
 
     python -m trillion_moe.bench.gpu [--only grouped|kda] [--experts 112 --experts 56] [--rounds 10] [--output FILE]
 
