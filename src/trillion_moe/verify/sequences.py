@@ -18,6 +18,7 @@ from trillion_moe.verify import references
 from trillion_moe.verify.cases import Arrays, Case, Scale, matrix, normal
 
 ROWS = 2  # of a batch
+MANY = 8 * 64 + 9  # tokens: beyond a group of chunks
 EQUAL_KEYS = 0.999  # beta with which one key is written over and over
 
 
@@ -62,7 +63,8 @@ def _kda_layer(rng: np.random.Generator, cfg: ModelConfig, shape: tuple[int, ...
 
 
 def _kda_limits(rng: np.random.Generator, shape: tuple[int, ...], deepest: float) -> Iterator[Case]:
-    """The deepest decay and none; every key the same, beta near 1, two documents and a padding of NaN."""
+    """The deepest decay and none; every key the same, beta near 1, two documents and a padding of NaN. Then one head
+    over more tokens than a kernel takes in one step."""
     b, t, h, k = shape
     segments = np.where(np.arange(t) < t // 3, 1, 2) * (np.arange(t) < t - t // 8)
     segments_BT = np.broadcast_to(segments, (b, t)).astype(np.int32)
@@ -73,6 +75,10 @@ def _kda_limits(rng: np.random.Generator, shape: tuple[int, ...], deepest: float
 
     def reference(floats: Arrays, known: Arrays) -> Arrays:
         out, state = references.kda(**floats, segments=jnp.asarray(segments_BT))
+        return {"out": out, "state": state}
+
+    def one_document(floats: Arrays, known: Arrays) -> Arrays:
+        out, state = references.kda(**floats)
         return {"out": out, "state": state}
 
     for name, decay in (("adversarial: deepest decay", deepest), ("adversarial: no decay", -1e-4)):
@@ -87,6 +93,17 @@ def _kda_limits(rng: np.random.Generator, shape: tuple[int, ...], deepest: float
         for array in floats.values():
             array[:, segments == 0] = np.nan
         yield Case(name, floats, run, reference, {"segments": segments_BT}, wide=frozenset({"g", "beta"}))
+    long = (1, MANY, 1, k)
+    key = normal(rng, *long)
+    floats = {
+        "q": normal(rng, *long, std=k**-0.5),
+        "k": key / np.linalg.norm(key, axis=-1, keepdims=True),
+        "v": normal(rng, *long),
+        "g": deepest * rng.random(long, np.float32) ** 8,  # most of it remembers for a long time
+        "beta": rng.random(long[:3], np.float32),
+    }
+    constants = {"segments": np.ones((1, MANY), np.int32)}
+    yield Case("adversarial: many tokens", floats, run, one_document, constants, wide=frozenset({"g", "beta"}))
 
 
 # --- MLA --------------------------------------------------------------------------------------------------------------
