@@ -65,7 +65,8 @@ def unfused(product: Callable[..., jax.Array]) -> Gated:
 
     def gated(activation, x, gate, up, added, group_sizes, last):
         left, right = (product(x, *bank, group_sizes, last) for bank in (gate, up))
-        return live_rows(activate(activation, left, right, added), group_sizes)
+        live = tuple(live_rows(each, group_sizes) for each in added)  # else their NaN would reach their gradient
+        return live_rows(activate(activation, left, right, live), group_sizes)
 
     return gated
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -52,7 +53,7 @@ class Span:
         return self.start + jnp.arange(self.count) < self.end
 
     def over(self, divisor: int) -> "Span":
-        return Span(lax.div(self.start, divisor), self.count // divisor, -(-self.end // divisor))
+        return Span(lax.div(self.start, np.int32(divisor)), self.count // divisor, -(-self.end // divisor))
 
 
 def load(ref: Any, index: tuple[Any, ...], rows: Span, columns: Span) -> jax.Array:
@@ -134,7 +135,7 @@ def _body(tiles, epilogue, lefts, extras, size, group, first, end, *refs) -> Non
             return tuple(s + f for s, f in zip(sums, [sum(found[1:], found[0])] if lefts > 1 else found, strict=True))
 
         zeros = (jnp.zeros((size.rows, size.columns), jnp.float32),) * (1 if lefts > 1 else len(tiles))
-        sums = lax.fori_loop(0, pl.cdiv(bank.contraction, size.contraction), step, zeros)
+        sums = lax.fori_loop(np.int32(0), np.int32(pl.cdiv(bank.contraction, size.contraction)), step, zeros)
         store(epilogue(list(sums), [load(extra, (), rows, columns) for extra in more]))
 
     @pl.when((first[t] < end[t]) & (g == bank.experts))
@@ -176,8 +177,8 @@ def _grad_body(size, k, n, offset, x, dy, dw) -> None:
         rows = Span(first + i * size.contraction, size.contraction, end)
         return total + contract(load(x, (), rows, inputs), load(dy, (), rows, columns), (0, 0))
 
-    trips = lax.div(end - first + size.contraction - 1, size.contraction)
-    total = lax.fori_loop(0, trips, step, jnp.zeros((size.rows, size.columns), jnp.float32))
+    trips = lax.div(end - first + size.contraction - 1, np.int32(size.contraction))
+    total = lax.fori_loop(np.int32(0), trips, step, jnp.zeros((size.rows, size.columns), jnp.float32))
     mask = inputs.there[:, None] & columns.there[None, :]
     plgpu.store(dw.at[e, inputs.at, columns.at], total.astype(dw.dtype), mask=mask)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -163,7 +164,8 @@ def owned_rows(start, count: int, low, high) -> jax.Array:
 def parts(low, high, size: "cases.TpuTiles") -> tuple[jax.Array, jax.Array]:
     """The first sub-tile in which a group has rows, and the one behind the last; `low`, `high` count from the tile."""
     low, high = jnp.clip(low, 0, size.rows), jnp.clip(high, 0, size.rows)
-    return lax.div(low, size.part), lax.div(high + size.part - 1, size.part)
+    part = np.int32(size.part)
+    return lax.div(low, part), lax.div(high + part - 1, part)
 
 
 def _cost(rows: int, bank: Tiles, count: int, arrays: list[jax.Array], outputs: int) -> pl.CostEstimate:

@@ -43,7 +43,9 @@ def kda(
 
     q, k [B,T,H,K], neither scaled nor normalised here; v [B,T,H,V]; g [B,T,H,K] log decay, natural log, <= 0, any depth
     (no exponent is ever positive); beta [B,T,H]; state [B,H,K,V] or None for zeros. T >= 1. Arithmetic and state are
-    float32, or float64 when an input is.
+    float32, or float64 when an input is; where q, k and v are bfloat16, "gpu" rounds what it multiplies to bfloat16 or
+    TF32. Kernels are differentiable once, in reverse. A token that is not finite may reach all of its row, unless it is
+    padding.
 
     segments int32 [B,T]: 0 = padding, anywhere in the row: the token changes nothing, gives 0 and takes no gradient,
     even if it is NaN. The state restarts at 0 where a real token's segment differs from the previous real token's.
@@ -86,6 +88,7 @@ def kda_range(
     padding, in whichever shard that is, and for the first shard the document of `state`. With segments it has to be
     given: without, each shard's first document counts as one that continues.
     """
+    _check(k, k, v, g, beta, None, segments, state_segment)
     run = partial(kda, segments=segments, state_segment=state_segment, impl=impl, chunk=chunk)
     return ranges.transition(run, k, v, g, beta)
 
@@ -97,6 +100,11 @@ def _check(q, k, v, g, beta, state, segments, state_segment):
     V = v.shape[3]
     if T < 1:
         raise ValueError(f"kda: T is {T}, want at least 1 token")
+    if not q.size or not v.size:
+        raise ValueError(f"kda: q has shape {q.shape} and v {v.shape}; no dim may be 0")
+    for name, array in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"kda: {name} has dtype {array.dtype}, want a floating one")
     want = {"k": (k, q.shape), "v": (v, (B, T, H, V)), "g": (g, q.shape), "beta": (beta, (B, T, H))}
     want |= {"state": (state, (B, H, K, V)), "segments": (segments, (B, T)), "state_segment": (state_segment, (B,))}
     for name, (array, shape) in want.items():

@@ -63,7 +63,8 @@ class _Call:
         q_BTHK, _, v_BTHV, _, _ = x
         self.B, self.T, self.H, self.K = q_BTHK.shape
         self.V, self.C, self.N = v_BTHV.shape[3], C, self.T // C
-        self.dtype, self.interpret, self.use = q_BTHK.dtype, interpret, ops(q_BTHK.dtype, interpret)
+        self.dtype = jnp.result_type(*x[:3])
+        self.interpret, self.use = interpret, ops(self.dtype, interpret)
         self.values, self.keys = min(self.V, VALUES), min(self.K, KEYS)
         self.levels = C.bit_length() - 1
 
@@ -121,11 +122,12 @@ class _Call:
 
     def blocks(self, body: Any, start: Any) -> Any:
         """A loop over blocks of keys."""
-        return lax.fori_loop(0, self.K // self.keys, lambda j, carry: body(j * self.keys, carry), start)
+        return lax.fori_loop(np.int32(0), np.int32(self.K // self.keys), lambda j, c: body(j * self.keys, c), start)
 
     def halvings(self, body: Any, start: Any) -> Any:
         """A loop over levels h = 1, 2, ..., C / 2."""
-        return lax.fori_loop(0, self.levels, lambda i, carry: body(lax.shift_left(np.int32(1), i), carry), start)
+        first, end = np.int32(0), np.int32(self.levels)
+        return lax.fori_loop(first, end, lambda i, carry: body(lax.shift_left(np.int32(1), i), carry), start)
 
 
 def _decays(g_CK: jax.Array, h: int | jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -232,7 +234,7 @@ def _scan_body(keep, call, v, beta, square, t, q_start, k_start, k_end, total, f
             call.put(out, b, n, h, head.outputs(call.use, a_CC, u_CV, reads), first)
         return head.advance(call.use, edge, u_CV.astype(call.dtype), state_VK)
 
-    last = lax.fori_loop(0, call.N, chunk, plgpu.load(first_state.at[b, h, rows]))
+    last = lax.fori_loop(np.int32(0), np.int32(call.N), chunk, plgpu.load(first_state.at[b, h, rows]))
     if not keep:
         plgpu.store(states.at[b, h, rows], last)
 
@@ -264,7 +266,9 @@ def _unscan_body(call, beta, aq, t, q_start, k_start, k_end, total, do, dfinal, 
         dv_CV = (call.beta(beta, b, n, h) * db_CV).astype(call.dtype)
         return head.state_transpose(call.use, edge, do_CV.astype(call.dtype), dv_CV, dstate_VK)
 
-    plgpu.store(dfirst.at[b, h, rows], lax.fori_loop(0, call.N, chunk, plgpu.load(dfinal.at[b, h, rows])))
+    plgpu.store(
+        dfirst.at[b, h, rows], lax.fori_loop(np.int32(0), np.int32(call.N), chunk, plgpu.load(dfinal.at[b, h, rows]))
+    )
 
 
 def _tokens(call: _Call, x: Arrays, w, db, do_BTHV, states, dstates) -> Arrays:
@@ -332,4 +336,4 @@ def backward(C: int, x: Arrays, state_BHKV, do_BTHV, dfinal_BHKV, *, interpret: 
     return (dq, dk, dv, dg, dbeta), jnp.swapaxes(dfirst_BHVK, 2, 3)
 
 
-KERNELS = Kernels(forward, backward, length, width, chunk=64, smallest=16)
+KERNELS = Kernels(forward, backward, length, width, chunk=64, smallest=16, largest=128)

@@ -21,7 +21,8 @@ class Kernels:
     backward(chunk, x, states, do, dfinal) -> gradients to x and to the state.
 
     x: q, k [B,T,H,K], v [B,T,H,V], g [B,T,H,K], beta [B,T,H] float32; states [B,H,K,V] float32. T is what `length`
-    makes of it, K and V what `width` does; zeros fill up.
+    makes of it, K and V what `width` does; zeros fill up. chunk: tokens, unless asked for another number from smallest
+    to largest.
     """
 
     forward: Callable[[int, Arrays, jax.Array, bool], tuple[jax.Array, jax.Array, jax.Array | None]]
@@ -30,6 +31,7 @@ class Kernels:
     width: Callable[[int], int]
     chunk: int
     smallest: int
+    largest: int
 
 
 def kda(kernels: Kernels, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, *, state, segments, state_segment, chunk):
@@ -39,7 +41,9 @@ def kda(kernels: Kernels, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, *, state, se
     if odd := sorted({str(a.dtype) for a in given} - {"float32", "bfloat16"}):
         raise TypeError(f"kda: a kernel takes float32 and bfloat16, got {', '.join(odd)}")
     T = q_BTHK.shape[1]
-    C = min(chunk or kernels.chunk, max(kernels.smallest, 1 << (T - 1).bit_length()))
+    C = min(max(chunk or kernels.chunk, kernels.smallest), max(kernels.smallest, 1 << (T - 1).bit_length()))
+    if kernels.largest < C:
+        raise ValueError(f"kda: chunk is {chunk}; this kernel takes {kernels.smallest} to {kernels.largest}")
 
     def recurrence(q, k, v, g, beta, state, _):
         K, V = q.shape[-1], v.shape[-1]
@@ -57,17 +61,23 @@ def _pad(a: jax.Array, more: tuple[int, ...]) -> jax.Array:
 
 
 def _chunks_primal(kernels, C, x, state_BHKV) -> tuple[jax.Array, jax.Array]:
-    return kernels.forward(C, x, state_BHKV, False)[:2]
+    return kernels.forward(C, _summable(x), state_BHKV, False)[:2]
+
+
+def _summable(x: Arrays) -> Arrays:
+    """Log decays of -inf have no sums; all that is kept below `RESET` is nothing."""
+    q, k, v, g, beta = x
+    return q, k, v, jnp.maximum(g, documents.RESET), beta
 
 
 def _chunks_fwd(kernels, C, x, state_BHKV):
-    o_BTHV, final_BHKV, states = kernels.forward(C, x, state_BHKV, True)
+    o_BTHV, final_BHKV, states = kernels.forward(C, _summable(x), state_BHKV, True)
     return (o_BTHV, final_BHKV), (x, states)
 
 
 def _chunks_bwd(kernels, C, residuals, cotangents):
     x, states = residuals
-    return kernels.backward(C, x, states, *cotangents)
+    return kernels.backward(C, _summable(x), states, *cotangents)
 
 
 _chunks = jax.custom_vjp(_chunks_primal, nondiff_argnums=(0, 1))

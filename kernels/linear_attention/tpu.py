@@ -240,4 +240,4 @@ def backward_flops(C: int, K: int, V: int) -> int:
     return forward_flops(C, K, V) + 8 * levels * C * K + 8 * C * V + 12 * K * V + 16 * V
 
 
-KERNELS = Kernels(forward, backward, length, width, chunk=64, smallest=16)
+KERNELS = Kernels(forward, backward, length, width, chunk=64, smallest=16, largest=256)

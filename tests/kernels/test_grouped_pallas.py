@@ -276,7 +276,7 @@ def test_a_kernel_does_not_run_on_another_platform() -> None:
 def test_what_is_added_to_dead_rows_counts_for_nothing(impl) -> None:
     """In no implementation: a row past the last group is zero, and so is its gradient."""
     x, w, sizes = jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([2, 0])
-    added = (jnp.ones((4, 8)), jnp.ones((4, 8)))
+    added = (jnp.ones((4, 8)).at[3].set(jnp.nan), jnp.ones((4, 8)).at[2].set(jnp.nan))
     y, vjp = jax.vjp(lambda added: gated_grouped_matmul(x, w, w, sizes, Silu(), added=added, impl=impl), added)
     ((gate, up),) = vjp(jnp.ones_like(y))
     for array in (y, gate, up):

@@ -228,6 +228,35 @@ def test_refusals() -> None:
         kda(*x, impl="gpu", chunk=24)
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_decay_of_minus_infinity_forgets(chip) -> None:
+    """It has no sums, and no neighbours to lose."""
+    x, state, cotangents = make(T)
+    x[3][:, 20] = -np.inf
+    close(found(KERNELS[chip], (x, state, cotangents))[:5], exact((x, state, cotangents))[:5], "float32", NAMES[:5])
+
+
+@slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_under_x64(chip) -> None:
+    """Where Python's integers are 64 bits wide."""
+    data = make(20)
+    with jax.enable_x64(True):
+        x = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), data)
+        got = _found(KERNELS[chip], *x, None, None, CHUNK)
+    close(got, exact(data), "float32")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_chunks_that_a_kernel_has_not(chip) -> None:
+    data = make(20)
+    assert all(
+        np.array_equal(a, b) for a, b in zip(*(found(KERNELS[chip], data, chunk=c) for c in (1, 16)), strict=True)
+    )
+    with pytest.raises(ValueError, match="chunk is 512; this kernel takes 16 to"):
+        found(KERNELS[chip], make(600), chunk=512)
+
+
 def test_a_token_by_itself_runs_no_kernel() -> None:
     """Decoding is one step of the recurrence, on every chip the same."""
     x, state, _ = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), make(1))

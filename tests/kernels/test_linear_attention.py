@@ -10,7 +10,7 @@ import pytest
 from tests.kernels.kda_tools import NAMES, TOLERANCE, B, close, make, pick
 from tests.numerics import rel_rms
 
-from trillion_moe.kernels.linear_attention import CASES, Case, documents, kda, kda_gate, l2norm
+from trillion_moe.kernels.linear_attention import CASES, Case, documents, kda, kda_gate, kda_range, l2norm
 from trillion_moe.kernels.linear_attention import chunk as chunked
 
 CPU = jax.default_backend() == "cpu"
@@ -328,6 +328,12 @@ def test_refusals_give_numbers_fault_7():
         kda(*x, chunk=24)
     with pytest.raises(ValueError, match="T is 0"):
         kda(*(a[:, :0] for a in x))
+    with pytest.raises(ValueError, match="no dim may be 0"):
+        kda(*(a[:0] for a in x))
+    with pytest.raises(TypeError, match="v has dtype int"):
+        kda(q, k, v.astype(int), g, beta)
+    with pytest.raises(ValueError, match="v has shape"):
+        kda_range(k, v[:, :2], g, beta)
     with pytest.raises(ValueError, match=r"state_segment without segments"):
         kda(*x, state_segment=jnp.ones(B, jnp.int32))
     with pytest.raises(ValueError, match=r"a_log has shape \(128,\), but z .* H=96"):

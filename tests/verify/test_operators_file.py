@@ -66,6 +66,18 @@ def test_a_person_may_choose_among_what_passed(plain, passed, written) -> None:
         load(path, plain, "float32")
 
 
+def test_a_row_that_contradicts_itself_is_refused(plain, written) -> None:
+    path = written()
+
+    def worse(data):
+        for row in data["operators"]:
+            row["error"] = row["error"] and 0.5
+
+    changed(path, worse)
+    with pytest.raises(tm.VerifyError, match=r"contradicts itself: pass, error 0\.5, tolerance 1e-05"):
+        load(path, plain, "float32")
+
+
 def test_another_machine_or_version_is_refused(plain, passed, written) -> None:
     """Every difference is named, in both values."""
     path, here = written(), Stamp.here()

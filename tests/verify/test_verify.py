@@ -253,6 +253,19 @@ def test_command(config_file, tmp_path, capsys) -> None:
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
+def test_nothing_but_a_report_is_replaced(config_file, tmp_path, capsys) -> None:
+    """The model's own files least of all; and what cannot be written is found before anything is measured."""
+    before, loop = config_file.read_bytes(), tmp_path / "loop"
+    loop.symlink_to(loop)
+    for target in (config_file, tmp_path / "missing" / "x.json", loop, tmp_path / ("n" * 250), config_file / "x.json"):
+        assert main(["verify", str(config_file), "--operator", "rms_norm", "--json", str(target)]) == 1
+        printed = capsys.readouterr()
+        assert "--json: " in printed.err
+        assert "rms_norm" not in printed.out
+    assert config_file.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "loop"]
+
+
 def test_command_fails_without_a_passing_implementation(config_file, tmp_path, capsys, monkeypatch) -> None:
     """The file is written all the same, to be looked at; what failed is named."""
     monkeypatch.setattr(rowwise, "rms_norm", lambda x, weight, eps: x * weight)
@@ -269,7 +282,7 @@ def test_command_errors_are_messages(config_file, tmp_path, capsys) -> None:
     for wrong, message in (
         ([str(tmp_path / "nowhere")], "nowhere"),
         ([str(config_file), "--operator", "fly"], "no operator 'fly'"),
-        ([str(config_file), "--json", str(tmp_path / "no" / "file")], "--json: the folder"),
+        ([str(config_file), "--json", str(tmp_path / "no" / "file")], "is no folder that is there"),
         ([str(config_file), "--json", str(tmp_path)], "is there and is no file"),
         ([str(config_file), "--memory", "0"], "memory is 0 bytes"),
     ):

@@ -47,10 +47,13 @@ def verify(
     scales = [_scale(operator, cfg, tokens, memory) for operator in chosen]
     rows: list[Row] = []
     for operator, scale in zip(chosen, scales, strict=True):
-        for row in _rows(operator, cfg, scale, tuple(dict.fromkeys(dtypes))):
-            rows.append(row)
-            if on_row is not None:
-                on_row(row)
+        try:
+            for row in _rows(operator, cfg, scale, tuple(dict.fromkeys(dtypes))):
+                rows.append(row)
+                if on_row is not None:
+                    on_row(row)
+        except MemoryError as error:
+            raise VerifyError(f"no memory for a case of {operator.name}: {error}") from None
     return Report.of(cfg, rows)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trillion_moe.verify import DTYPES, MEMORY, VerifyError, verify
 from trillion_moe.verify.cases import LARGEST
-from trillion_moe.verify.report import HEAD, VERDICTS, Row, line
+from trillion_moe.verify.report import HEAD, KEY, VERDICTS, Row, line, part_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +63,17 @@ def _show(row: Row) -> None:
 
 
 def check_output(path: Path) -> None:
-    """VerifyError, before minutes are spent, where the file could not be written."""
-    if not path.parent.is_dir():
-        raise VerifyError(f"--json: the folder {path.parent} does not exist")
-    if path.exists() and not path.is_file():
-        raise VerifyError(f"--json: {path} is there and is no file; a file that is there would be replaced")
+    """VerifyError, before minutes are spent, where the file cannot be written, or is something else than a report."""
+    try:
+        target = path.resolve()
+        if not target.parent.is_dir():
+            raise VerifyError(f"--json: {target.parent} is no folder that is there")
+        if target.exists() and not target.is_file():
+            raise VerifyError(f"--json: {path} is there and is no file")
+        if target.exists() and KEY not in target.read_bytes()[:100].decode(errors="replace"):
+            raise VerifyError(f"--json: {path} is there and is no report, only a report is replaced")
+        part = part_of(target)
+        part.touch(exist_ok=False)
+        part.unlink()
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
+        raise VerifyError(f"--json: {path} cannot be written: {getattr(error, 'strerror', error)}") from None

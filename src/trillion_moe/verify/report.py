@@ -122,7 +122,7 @@ class Report:
     def write(self, path: str | Path) -> None:
         """To a file, which has its name only when it is whole; one that is there is replaced."""
         path = Path(path).resolve()
-        part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+        part = part_of(path)
         text = json.dumps({KEY: FORMAT} | dataclasses.asdict(self), indent=2, allow_nan=False)
         try:
             with part.open("x", encoding="utf-8") as file:
@@ -132,6 +132,11 @@ class Report:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def part_of(path: Path) -> Path:
+    """What a file is called until it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
 
 
 def _fallback(rows: list[Row]) -> dict[str, dict[str, list[str]]]:
@@ -210,6 +215,13 @@ def _refused(report: Report, name: str, dtype: str) -> list[str]:
         said = "; ".join(f"{row.implementation}: {row.reason or f'error {row.error} at {row.where}'}" for row in rows)
         return [f"fallback.{name}.{dtype}: no implementation passed ({said})"]
     passed = [row.implementation for row in rows if row.verdict == "pass"]
+    for row in rows:
+        holds = isinstance(row.error, float) and 0 <= row.error <= row.tolerance
+        if (row.verdict == "pass") != holds or sum(r.implementation == row.implementation for r in rows) > 1:
+            return [
+                f"operators: {name} {row.implementation} in {dtype} contradicts itself: {row.verdict}, "
+                f"error {row.error}, tolerance {row.tolerance}, or is there twice"
+            ]
     odd = [c for c in chosen if c not in passed or c not in IMPLEMENTATIONS.get(name, (c,))]
     legal = ", ".join(passed) or "none"
     return [f"fallback.{name}.{dtype} holds {c!r}, which did not pass: legal are {legal}" for c in odd]

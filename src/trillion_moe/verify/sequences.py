@@ -1,6 +1,7 @@
 """Cases of what mixes tokens: Kimi Delta Attention, latent attention, the vision tower's attention."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,8 @@ EQUAL_KEYS = 0.999  # beta with which one key is written over and over
 
 
 def kda_numbers(cfg: ModelConfig, scale: Scale) -> int:
-    return 6 * ROWS * scale.tokens * scale.heads * cfg.kda.head_dim
+    m = cfg.kda
+    return ROWS * scale.heads * m.head_dim * (6 * scale.tokens + m.head_dim + 3 * m.conv_width)
 
 
 def kda(cfg: ModelConfig, scale: Scale) -> Iterator[Case]:
@@ -111,7 +113,7 @@ def _kda_limits(rng: np.random.Generator, shape: tuple[int, ...], deepest: float
 
 def mla_numbers(cfg: ModelConfig, scale: Scale) -> int:
     cfg = _with_heads(cfg, scale)
-    matrices = sum(int(np.prod(spec.shape)) for spec in _specs(cfg).values())
+    matrices = sum(math.prod(spec.shape) for spec in _specs(cfg).values())
     m, t = cfg.mla, ROWS * scale.tokens
     return matrices + t * (2 * cfg.hidden_size + m.num_heads * (t + 2 * m.qk_head_dim + 3 * m.v_head_dim))
 
