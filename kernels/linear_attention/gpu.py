@@ -122,12 +122,16 @@ class _Call:
 
     def blocks(self, body: Any, start: Any) -> Any:
         """A loop over blocks of keys."""
-        return lax.fori_loop(np.int32(0), np.int32(self.K // self.keys), lambda j, c: body(j * self.keys, c), start)
+        return _loop(self.K // self.keys, lambda j, carry: body(j * self.keys, carry), start)
 
     def halvings(self, body: Any, start: Any) -> Any:
         """A loop over levels h = 1, 2, ..., C / 2."""
-        first, end = np.int32(0), np.int32(self.levels)
-        return lax.fori_loop(first, end, lambda i, carry: body(lax.shift_left(np.int32(1), i), carry), start)
+        return _loop(self.levels, lambda i, carry: body(lax.shift_left(np.int32(1), i), carry), start)
+
+
+def _loop(count: int, body: Any, start: Any) -> Any:
+    """Counted in 32 bits, also where Python's integers are wider."""
+    return lax.fori_loop(0, count, lambda i, carry: body(lax.convert_element_type(i, np.int32), carry), start)
 
 
 def _decays(g_CK: jax.Array, h: int | jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -175,7 +179,8 @@ def _pairs_body(call, q, k, g, beta, aq, ak, t, q_start, k_start, k_end, total) 
     zeros = jnp.zeros((call.C, call.C), jnp.float32)
 
     def block(first, sums):
-        q_CK, k_CK, g_CK = (call.tokens(ref, b, n, h, first, call.keys).astype(jnp.float32) for ref in (q, k, g))
+        q_CK, k_CK = (call.tokens(ref, b, n, h, first, call.keys).astype(jnp.float32) for ref in (q, k))
+        g_CK = head.summable(call.tokens(g, b, n, h, first, call.keys))
         start, end = _decays(g_CK, call.C)
         for ref, value in zip((q_start, k_start, k_end), (q_CK * start, k_CK * start, k_CK * end), strict=True):
             call.put(ref, b, n, h, value, first)
@@ -234,7 +239,7 @@ def _scan_body(keep, call, v, beta, square, t, q_start, k_start, k_end, total, f
             call.put(out, b, n, h, head.outputs(call.use, a_CC, u_CV, reads), first)
         return head.advance(call.use, edge, u_CV.astype(call.dtype), state_VK)
 
-    last = lax.fori_loop(np.int32(0), np.int32(call.N), chunk, plgpu.load(first_state.at[b, h, rows]))
+    last = _loop(call.N, chunk, plgpu.load(first_state.at[b, h, rows]))
     if not keep:
         plgpu.store(states.at[b, h, rows], last)
 
@@ -266,9 +271,7 @@ def _unscan_body(call, beta, aq, t, q_start, k_start, k_end, total, do, dfinal, 
         dv_CV = (call.beta(beta, b, n, h) * db_CV).astype(call.dtype)
         return head.state_transpose(call.use, edge, do_CV.astype(call.dtype), dv_CV, dstate_VK)
 
-    plgpu.store(
-        dfirst.at[b, h, rows], lax.fori_loop(np.int32(0), np.int32(call.N), chunk, plgpu.load(dfinal.at[b, h, rows]))
-    )
+    plgpu.store(dfirst.at[b, h, rows], _loop(call.N, chunk, plgpu.load(dfinal.at[b, h, rows])))
 
 
 def _tokens(call: _Call, x: Arrays, w, db, do_BTHV, states, dstates) -> Arrays:
@@ -284,7 +287,8 @@ def _tokens_body(call, q, k, g, beta, w, db, do, states, dstates, *outs) -> None
     j, n, bh = (pl.program_id(axis) for axis in range(3))
     b, h, first = lax.div(bh, np.int32(call.H)), lax.rem(bh, np.int32(call.H)), j * call.keys
     use, beta_C1 = call.use, call.beta(beta, b, n, h)
-    q_CK, k_CK, g_CK = (call.tokens(ref, b, n, h, first, call.keys).astype(jnp.float32) for ref in (q, k, g))
+    q_CK, k_CK = (call.tokens(ref, b, n, h, first, call.keys).astype(jnp.float32) for ref in (q, k))
+    g_CK = head.summable(call.tokens(g, b, n, h, first, call.keys))
     w_CV, db_CV, do_CV = (call.tokens(ref, b, n, h) for ref in (w, db, do))
     u_CV, do_CV = (beta_C1 * w_CV).astype(call.dtype), do_CV.astype(call.dtype)
     state_VK, dstate_VK = (plgpu.load(ref.at[b, h, n, :, pl.ds(first, call.keys)]) for ref in (states, dstates))

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .documents import RESET
+
 NN, NT, TN = (1, 0), (1, 1), (0, 0)  # which dims of left and right a product sums over
 
 
@@ -41,6 +43,11 @@ class Inputs(NamedTuple):
     k: jax.Array  # [C,K]
     v: jax.Array  # [C,V]
     beta: jax.Array  # [C,1]
+
+
+def summable(g_CK: jax.Array) -> jax.Array:
+    """Log decays in float32; -inf has no sums, and below `RESET` all is nothing."""
+    return jnp.maximum(g_CK.astype(jnp.float32), RESET)
 
 
 class Decays(NamedTuple):

@@ -61,23 +61,17 @@ def _pad(a: jax.Array, more: tuple[int, ...]) -> jax.Array:
 
 
 def _chunks_primal(kernels, C, x, state_BHKV) -> tuple[jax.Array, jax.Array]:
-    return kernels.forward(C, _summable(x), state_BHKV, False)[:2]
-
-
-def _summable(x: Arrays) -> Arrays:
-    """Log decays of -inf have no sums; all that is kept below `RESET` is nothing."""
-    q, k, v, g, beta = x
-    return q, k, v, jnp.maximum(g, documents.RESET), beta
+    return kernels.forward(C, x, state_BHKV, False)[:2]
 
 
 def _chunks_fwd(kernels, C, x, state_BHKV):
-    o_BTHV, final_BHKV, states = kernels.forward(C, _summable(x), state_BHKV, True)
+    o_BTHV, final_BHKV, states = kernels.forward(C, x, state_BHKV, True)
     return (o_BTHV, final_BHKV), (x, states)
 
 
 def _chunks_bwd(kernels, C, residuals, cotangents):
     x, states = residuals
-    return kernels.backward(C, _summable(x), states, *cotangents)
+    return kernels.backward(C, x, states, *cotangents)
 
 
 _chunks = jax.custom_vjp(_chunks_primal, nondiff_argnums=(0, 1))

@@ -144,7 +144,7 @@ def _chunk(c, C, q, k, v, g, beta) -> tuple[Any, head.Inputs, jax.Array]:
     """Where chunk c of the group lies, and what it holds in float32."""
     at = pl.ds(pl.multiple_of(c * C, C), C)
     q_CK, k_CK, v_CV = (ref[0, at, :].astype(jnp.float32) for ref in (q, k, v))
-    return at, head.Inputs(q_CK, k_CK, v_CV, head.column(beta[0, 0, pl.ds(c, 1), :])), g[0, at, :]
+    return at, head.Inputs(q_CK, k_CK, v_CV, head.column(beta[0, 0, pl.ds(c, 1), :])), head.summable(g[0, at, :])
 
 
 def backward(

@@ -237,13 +237,12 @@ def test_a_decay_of_minus_infinity_forgets(chip) -> None:
 
 
 @slow
-@pytest.mark.parametrize("chip", CHIPS)
-def test_under_x64(chip) -> None:
-    """Where Python's integers are 64 bits wide."""
+def test_under_x64() -> None:
+    """Where Python's integers are 64 bits wide. The GPU's compiles there, but JAX's interpreter mixes widths itself."""
     data = make(20)
     with jax.enable_x64(True):
         x = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), data)
-        got = _found(KERNELS[chip], *x, None, None, CHUNK)
+        got = _found(KERNELS["tpu"], *x, None, None, CHUNK)
     close(got, exact(data), "float32")
 
 
