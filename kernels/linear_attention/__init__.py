@@ -53,9 +53,10 @@ def kda(
     document is dropped. A row of only padding returns its state.
 
     impl: "xla", "tpu", "gpu" (chunks of `chunk` tokens, a power of two; None: what suits the implementation; one token
-    is one step of the recurrence) or "reference" (token by token).
-    Raises ValueError: unknown impl, chunk not a power of two, shapes that do not fit, state_segment without segments;
-    TypeError: a dtype that a kernel has not.
+    is one step of the recurrence) or "reference" (token by token). "tpu" and "gpu" are kernels that run on those alone;
+    a prompt shorter than a chunk takes the next power of two.
+    Raises ValueError: unknown impl, chunk not a power of two or none of the kernel's, shapes that do not fit,
+    state_segment without segments; TypeError: a dtype that an implementation has not.
     """
     if impl not in IMPLS:
         raise ValueError(f"kda: unknown impl {impl!r}; legal: {sorted(IMPLS)}")

@@ -176,7 +176,9 @@ def state_transpose(ops: Ops, edge: Edges, do_CV, dv_CV, dstate_VK) -> jax.Array
     return edge.total * dstate_VK + ops.dot(do_CV, edge.q, TN) - ops.dot(dv_CV, edge.k, TN)
 
 
-def token_transpose(ops: Ops, swap: Swap, x: Inputs, g_CK, decay: Decays, u_CV, db_CV, do_CV, state_VK, dstate_VK):
+def token_transpose(
+    ops: Ops, swap: Swap, x: Inputs, edge: Edges, decay: Decays, u_CV, db_CV, do_CV, state_VK, dstate_VK
+):
     """Gradients to q, k and g [C,K]."""
     # u = beta error - diag(beta) ak u, hence the gradient to diag(beta) ak is -db u^T, on ak's pairs.
     daq, dm = ops.both(do_CV, -db_CV, u_CV, NT)
@@ -192,6 +194,6 @@ def token_transpose(ops: Ops, swap: Swap, x: Inputs, g_CK, decay: Decays, u_CV, 
     # Products with the state: q start and k start before the chunk, k end after it.
     dq_start, dk_start = (d * decay.start for d in ops.both(do_CV, -x.beta * db_CV, state_VK, NN))
     dk_end = ops.dot(u_CV, dstate_VK, NN) * decay.end
-    dtotal = edges(x, g_CK, decay).total * jnp.sum(state_VK * dstate_VK, axis=0, keepdims=True)
+    dtotal = edge.total * jnp.sum(state_VK * dstate_VK, axis=0, keepdims=True)
     dg = decays_transpose(swap, levels, x.q * dq_start + x.k * dk_start, x.k * dk_end) + dtotal
     return dq + dq_start, dk + dk_start + dk_end, dg

@@ -35,15 +35,15 @@ class Kernels:
 
 
 def kda(kernels: Kernels, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, *, state, segments, state_segment, chunk):
-    """Arguments as in the public `kda`. Raises TypeError for float64."""
+    """Arguments as in the public `kda`. TypeError for float64, ValueError for a chunk that the kernel has not."""
     x = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
     given: tuple[jax.Array, ...] = x if state is None else (*x, state)
     if odd := sorted({str(a.dtype) for a in given} - {"float32", "bfloat16"}):
         raise TypeError(f"kda: a kernel takes float32 and bfloat16, got {', '.join(odd)}")
-    T = q_BTHK.shape[1]
-    C = min(max(chunk or kernels.chunk, kernels.smallest), max(kernels.smallest, 1 << (T - 1).bit_length()))
-    if kernels.largest < C:
+    chunk = kernels.chunk if chunk is None else chunk
+    if not kernels.smallest <= chunk <= kernels.largest:
         raise ValueError(f"kda: chunk is {chunk}; this kernel takes {kernels.smallest} to {kernels.largest}")
+    C = min(chunk, max(kernels.smallest, 1 << (q_BTHK.shape[1] - 1).bit_length()))
 
     def recurrence(q, k, v, g, beta, state, _):
         K, V = q.shape[-1], v.shape[-1]

@@ -97,13 +97,10 @@ def forward(C: int, x: Arrays, state_BHKV: jax.Array, keep: bool, *, interpret: 
     outs = [at.shape(at.V, x[2].dtype), final, *[states] * keep]
     found = pl.pallas_call(
         partial(_forward_body, at.chunks, C),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=0,
-            grid=at.grid,
-            in_specs=[*at.inputs, at.state],
-            out_specs=[at.values, at.state, *[at.states] * keep],
-            scratch_shapes=[pltpu.VMEM((at.V, at.K), jnp.float32)],
-        ),
+        grid=at.grid,
+        in_specs=[*at.inputs, at.state],
+        out_specs=[at.values, at.state, *[at.states] * keep],
+        scratch_shapes=[pltpu.VMEM((at.V, at.K), jnp.float32)],
         out_shape=outs,
         compiler_params=PARAMS,
         cost_estimate=at.cost(forward_flops(C, at.K, at.V), [*arrays, *outs]),
@@ -156,20 +153,13 @@ def backward(
     arrays = [*inputs, states, at.flat(do_BTHV), dfinal_BHVK]
     outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*inputs, dfinal_BHVK)]
     square, values, state = (C, C), (C, at.V), (at.V, at.K)
-    of_chunks = [pltpu.VMEM((at.chunks, *shape), jnp.float32) for shape in (square, square, values, values)]
+    held = [state, (at.chunks + 1, *state), *((at.chunks, *shape) for shape in (square, square, values, values))]
     *wide, dbeta, dstate_BHVK = pl.pallas_call(
         partial(_backward_body, at.chunks, C),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=0,
-            grid=at.grid,
-            in_specs=[*at.inputs, at.states, at.values, at.state],
-            out_specs=[*at.inputs, at.state],
-            scratch_shapes=[
-                pltpu.VMEM(state, jnp.float32),
-                pltpu.VMEM((at.chunks + 1, *state), jnp.float32),
-                *of_chunks,
-            ],
-        ),
+        grid=at.grid,
+        in_specs=[*at.inputs, at.states, at.values, at.state],
+        out_specs=[*at.inputs, at.state],
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in held],
         out_shape=outs,
         compiler_params=PARAMS,
         cost_estimate=at.cost(backward_flops(C, at.K, at.V), [*arrays, *outs]),
@@ -182,9 +172,8 @@ def backward(
 
 
 def _backward_body(
-    chunks, C, q, k, v, g, beta, kept, do, dfinal, dq, dk, dv, dg, dbeta, dfirst, dstate, states, *of_chunks
+    chunks, C, q, k, v, g, beta, kept, do, dfinal, dq, dk, dv, dg, dbeta, dfirst, dstate, states, aq, t, u, w
 ) -> None:
-    aq, t, u, w = of_chunks
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -210,7 +199,7 @@ def _backward_body(
         decay, do_CV = head.decays(_swap, g_CK), do[0, at, :].astype(jnp.float32)
         edge = head.edges(x, g_CK, decay)
         db = head.write_transpose(OPS, edge, aq[c], t[c], do_CV, dstate[...])
-        found = head.token_transpose(OPS, _swap, x, g_CK, decay, u[c], db, do_CV, states[c], dstate[...])
+        found = head.token_transpose(OPS, _swap, x, edge, decay, u[c], db, do_CV, states[c], dstate[...])
         for ref, value in zip((dq, dk, dg, dv), (*found, x.beta * db), strict=True):
             ref[0, at, :] = value.astype(ref.dtype)
         dbeta[0, 0, pl.ds(c, 1), :] = _row_sums(db * w[c])

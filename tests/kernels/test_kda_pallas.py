@@ -248,12 +248,9 @@ def test_under_x64() -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_chunks_that_a_kernel_has_not(chip) -> None:
-    data = make(20)
-    assert all(
-        np.array_equal(a, b) for a, b in zip(*(found(KERNELS[chip], data, chunk=c) for c in (1, 16)), strict=True)
-    )
-    with pytest.raises(ValueError, match="chunk is 512; this kernel takes 16 to"):
-        found(KERNELS[chip], make(600), chunk=512)
+    for chunk in (8, 512):
+        with pytest.raises(ValueError, match=f"chunk is {chunk}; this kernel takes 16 to"):
+            found(KERNELS[chip], make(20), chunk=chunk)
 
 
 def test_a_token_by_itself_runs_no_kernel() -> None:

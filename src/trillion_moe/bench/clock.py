@@ -1,4 +1,4 @@
-"""Timing in turn: rivals alternate, so that a busy machine slows all of them."""
+"""Timing in turn: rivals alternate, so that a busy machine slows all of them. And the memory of a program."""
 
 import statistics
 import time
@@ -28,3 +28,9 @@ def ratio(rival: list[float], ours: list[float]) -> dict[str, float]:
 
 def summary(seconds: list[float]) -> dict[str, float]:
     return {"median_ms": 1e3 * statistics.median(seconds), "min_ms": 1e3 * min(seconds)}
+
+
+def peak_mb(f: Any, *args: Any) -> float:
+    """Arguments, results and temporaries of a jitted function's program, as its compiler says."""
+    memory = f.lower(*args).compile().memory_analysis()
+    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes) / 1e6

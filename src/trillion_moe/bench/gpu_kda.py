@@ -4,6 +4,7 @@ One sequence of 8,192 tokens, and eight packed documents of 1,024. Each is first
 portable form in float32.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trillion_moe.bench.clock import alternate, ratio, summary
-from trillion_moe.kernels.linear_attention import Case, cases, kda
+from trillion_moe.kernels.linear_attention import CASES, Case, cases, kda
 
-CASE = Case(B=1, T=8192, H=96, K=128, V=128)
+CASE = dataclasses.replace(CASES["kimi_k3"], T=8192)
 DOCUMENTS = 8
 TOLERANCE = 2e-2  # relative RMS in bfloat16
 CHECKED = 2  # heads

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trillion_moe.bench.clock import alternate, ratio, summary
+from trillion_moe.bench.clock import alternate, peak_mb, ratio, summary
 from trillion_moe.kernels import mxfp4
 from trillion_moe.kernels.grouped_matmul import grouped_matmul
 from trillion_moe.kernels.grouped_matmul.cases import balanced, zipf
@@ -27,18 +27,13 @@ def measure(rounds: int = 7) -> list[dict[str, Any]]:
             for what, rivals in _cases(experts, jnp.asarray(sizes(R, experts))).items():
                 seconds = alternate({name: partial(f, *args) for name, (f, args) in rivals.items()}, rounds)
                 row = {"experts": experts, "sizes": sizes.__name__, "what": what}
-                row["peak_mb"] = {name: _peak_mb(f, args) for name, (f, args) in rivals.items()}
+                row["peak_mb"] = {name: peak_mb(f, *args) for name, (f, args) in rivals.items()}
                 row |= {name: summary(s) for name, s in seconds.items()}
                 row["time_over_dense"] = 1 / ratio(seconds["dense"], seconds["ours"])["of_medians"]
                 if "ragged_dot" in seconds:
                     row["ragged_dot_over_ours"] = ratio(seconds["ragged_dot"], seconds["ours"])["of_medians"]
                 rows.append(row)
     return rows
-
-
-def _peak_mb(f: Any, args: tuple[Any, ...]) -> float:
-    memory = f.lower(*args).compile().memory_analysis()
-    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes) / 1e6
 
 
 def _cases(experts: int, sizes_E: jax.Array) -> dict[str, dict[str, tuple[Any, tuple[Any, ...]]]]:

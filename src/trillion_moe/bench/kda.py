@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trillion_moe.bench.clock import alternate, ratio, summary
-from trillion_moe.kernels.linear_attention import Case, kda, kda_gate, l2norm
+from trillion_moe.bench.clock import alternate, peak_mb, ratio, summary
+from trillion_moe.kernels.linear_attention import CASES, kda, kda_gate, l2norm
 
-CASE = Case(B=1, T=2048, H=8, K=128, V=128)
+CASE = CASES["bench_long"]
 TOKAMAX = "0.0.17"
 
 
@@ -27,13 +27,12 @@ def measure(rounds: int = 7) -> dict[str, Any]:
         raise SystemExit(f"this part needs tokamax {TOKAMAX} and has {found}: make bench-kda brings it, on Python 3.12")
     results: dict[str, Any] = {"jax": version("jax"), "tokamax": found}
     arrays, do = _arrays()
-    ours, theirs = _ours, _tokamax
-    forms = {"ours": (ours, arrays, do), "tokamax": (theirs, *_heads_first(arrays, do))}
+    forms = {"ours": (_ours, arrays, do), "tokamax": (_tokamax, *_heads_first(arrays, do))}
     for what, wrap in (("forward", _forward), ("forward and gradients", _both)):
         programs = {name: (wrap(f), x, d) for name, (f, x, d) in forms.items()}
         seconds = alternate({name: partial(f, x, d) for name, (f, x, d) in programs.items()}, rounds)
         results[what] = {name: summary(s) for name, s in seconds.items()}
-        results[what]["peak_mb"] = {name: _peak_mb(f, x, d) for name, (f, x, d) in programs.items()}
+        results[what]["peak_mb"] = {name: peak_mb(f, x, d) for name, (f, x, d) in programs.items()}
         faster = ratio(seconds["tokamax"], seconds["ours"])
         results[what]["time_over_tokamax"] = {name: 1 / value for name, value in faster.items()}
     results["difference"] = _difference(forms)
@@ -85,8 +84,3 @@ def _difference(forms: dict[str, Any]) -> float:
     """Largest difference of outputs over their largest value."""
     ours, theirs = (f(*x) for f, x, _ in forms.values())
     return float(jnp.max(jnp.abs(ours - jnp.moveaxis(theirs, 0, 2))) / jnp.max(jnp.abs(ours)))
-
-
-def _peak_mb(f: Any, x: Any, do: jax.Array) -> float:
-    memory = f.lower(x, do).compile().memory_analysis()
-    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes) / 1e6

@@ -70,8 +70,10 @@ def check_output(path: Path) -> None:
             raise VerifyError(f"--json: {target.parent} is no folder that is there")
         if target.exists() and not target.is_file():
             raise VerifyError(f"--json: {path} is there and is no file")
-        if target.exists() and KEY not in target.read_bytes()[:100].decode(errors="replace"):
-            raise VerifyError(f"--json: {path} is there and is no report, only a report is replaced")
+        if target.exists():
+            with target.open("rb") as file:
+                if KEY.encode() not in file.read(100):
+                    raise VerifyError(f"--json: {path} is there and is no report, only a report is replaced")
         part = part_of(target)
         part.touch(exist_ok=False)
         part.unlink()

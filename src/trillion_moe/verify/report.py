@@ -210,10 +210,6 @@ def _refused(report: Report, name: str, dtype: str) -> list[str]:
     if not rows:
         dtypes = ", ".join(sorted({row.dtype for row in report.operators if row.operator == name}))
         return [f"operators: no row of {name} in {dtype}, which the model has" + (f" (only {dtypes})" * bool(dtypes))]
-    chosen = report.fallback.get(name, {}).get(dtype, [])
-    if not chosen:
-        said = "; ".join(f"{row.implementation}: {row.reason or f'error {row.error} at {row.where}'}" for row in rows)
-        return [f"fallback.{name}.{dtype}: no implementation passed ({said})"]
     passed = [row.implementation for row in rows if row.verdict == "pass"]
     for row in rows:
         holds = isinstance(row.error, float) and 0 <= row.error <= row.tolerance
@@ -222,6 +218,10 @@ def _refused(report: Report, name: str, dtype: str) -> list[str]:
                 f"operators: {name} {row.implementation} in {dtype} contradicts itself: {row.verdict}, "
                 f"error {row.error}, tolerance {row.tolerance}, or is there twice"
             ]
+    chosen = report.fallback.get(name, {}).get(dtype, [])
+    if not chosen:
+        said = "; ".join(f"{row.implementation}: {row.reason or f'error {row.error} at {row.where}'}" for row in rows)
+        return [f"fallback.{name}.{dtype}: no implementation passed ({said})"]
     odd = [c for c in chosen if c not in passed or c not in IMPLEMENTATIONS.get(name, (c,))]
     legal = ", ".join(passed) or "none"
     return [f"fallback.{name}.{dtype} holds {c!r}, which did not pass: legal are {legal}" for c in odd]
