@@ -12,6 +12,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),  # of malloc; large pages change CPU times
         "versions": {name: _version(name) for name in packages},
     }
 
