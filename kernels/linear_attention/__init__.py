@@ -43,9 +43,9 @@ def kda(
 
     q, k [B,T,H,K], neither scaled nor normalised here; v [B,T,H,V]; g [B,T,H,K] log decay, natural log, <= 0, any depth
     (no exponent is ever positive); beta [B,T,H]; state [B,H,K,V] or None for zeros. T >= 1. Arithmetic and state are
-    float32, or float64 when an input is; where q, k and v are bfloat16, "gpu" rounds what it multiplies to bfloat16 or
-    TF32. Kernels are differentiable once, in reverse. A token that is not finite may reach all of its row, unless it is
-    padding.
+    float32, or float64 when an input, `state` included, is; where q, k and v are bfloat16, "gpu" rounds most of what it
+    multiplies to bfloat16 or TF32. A token that is not finite may reach all of its row, unless it is padding.
+    Derivatives are in reverse mode, of kernels once, of "xla" as often as asked; forward mode is of "reference" alone.
 
     segments int32 [B,T]: 0 = padding, anywhere in the row: the token changes nothing, gives 0 and takes no gradient,
     even if it is NaN. The state restarts at 0 where a real token's segment differs from the previous real token's.
@@ -89,34 +89,36 @@ def kda_range(
     padding, in whichever shard that is, and for the first shard the document of `state`. With segments it has to be
     given: without, each shard's first document counts as one that continues.
     """
-    _check(k, k, v, g, beta, None, segments, state_segment)
+    _check(None, k, v, g, beta, None, segments, state_segment, name="kda_range")
     run = partial(kda, segments=segments, state_segment=state_segment, impl=impl, chunk=chunk)
     return ranges.transition(run, k, v, g, beta)
 
 
-def _check(q, k, v, g, beta, state, segments, state_segment):
-    if q.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"kda: q has shape {q.shape} and v {v.shape}; want [B,T,H,K] and [B,T,H,V]")
-    B, T, H, K = q.shape
+def _check(q, k, v, g, beta, state, segments, state_segment, name="kda"):
+    """q is None where there is none."""
+    first, a = ("k", k) if q is None else ("q", q)
+    if a.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"{name}: {first} has shape {a.shape} and v {v.shape}; want [B,T,H,K] and [B,T,H,V]")
+    B, T, H, K = a.shape
     V = v.shape[3]
     if T < 1:
-        raise ValueError(f"kda: T is {T}, want at least 1 token")
-    if not q.size or not v.size:
-        raise ValueError(f"kda: q has shape {q.shape} and v {v.shape}; no dim may be 0")
-    for name, array in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}.items():
+        raise ValueError(f"{name}: T is {T}, want at least 1 token")
+    if not a.size or not v.size:
+        raise ValueError(f"{name}: {first} has shape {a.shape} and v {v.shape}; no dim may be 0")
+    for what, array in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"kda: {name} has dtype {array.dtype}, want a floating one")
-    want = {"k": (k, q.shape), "v": (v, (B, T, H, V)), "g": (g, q.shape), "beta": (beta, (B, T, H))}
+            raise TypeError(f"{name}: {what} has dtype {array.dtype}, want a floating one")
+    want = {"k": (k, a.shape), "v": (v, (B, T, H, V)), "g": (g, a.shape), "beta": (beta, (B, T, H))}
     want |= {"state": (state, (B, H, K, V)), "segments": (segments, (B, T)), "state_segment": (state_segment, (B,))}
-    for name, (array, shape) in want.items():
+    for what, (array, shape) in want.items():
         if array is not None and array.shape != shape:
             raise ValueError(
-                f"kda: {name} has shape {array.shape}, want {shape} (B={B}, T={T}, H={H}, K={K}, V={V}); "
+                f"{name}: {what} has shape {array.shape}, want {shape} (B={B}, T={T}, H={H}, K={K}, V={V}); "
                 "heads are never repeated here: q, k, v, g, beta and state have the same number"
             )
-    for name in ("segments", "state_segment"):
-        array = want[name][0]
+    for what in ("segments", "state_segment"):
+        array = want[what][0]
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"kda: {name} has dtype {array.dtype}, want int32")
+            raise ValueError(f"{name}: {what} has dtype {array.dtype}, want int32")
     if state_segment is not None and segments is None:
-        raise ValueError("kda: state_segment without segments has no effect; give both or neither")
+        raise ValueError(f"{name}: state_segment without segments has no effect; give both or neither")

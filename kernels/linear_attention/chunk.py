@@ -10,7 +10,8 @@ With G_i = sum of g up to and including token i of the chunk, and S the state be
 Every exponent is a sum of log decays over a range of tokens, hence never positive: it underflows only where the true
 value does, and nothing can overflow (factoring exp(G_i) exp(-G_j) overflows beyond 88 in float32). The sums are built
 range by range rather than as differences G_i - G_j, so nothing cancels either: a log decay of `documents.RESET` in
-the middle of a chunk separates two documents exactly.
+the middle of a chunk separates two documents exactly. Gradients to g go back through the same ranges, so that those
+before a deep decay are not lost in the rounding of larger ones behind it.
 
 Scores by recursive halving: for h = 1, 2, ..., C/2 the rows of the upper half of each block of 2h meet the columns of
 its lower half; `prefix` runs from the start of the upper half to row i, `suffix` from after column j to the end of the
@@ -69,6 +70,17 @@ def decays(g_BHCK) -> Decays:
     return Decays(tuple(levels), jnp.exp(prefix), jnp.exp(suffix))
 
 
+def decays_transpose(dlevels, dstart_BHCK, dend_BHCK):
+    """Cotangent of g from those of the sums whose exp `decays` returns (not of the exp itself)."""
+    dprefix, dsuffix, h = dstart_BHCK, dend_BHCK, dstart_BHCK.shape[-2] // 2
+    for level in reversed(dlevels):
+        (prefix_low, prefix_up), (suffix_low, suffix_up) = halves(dprefix, h), halves(dsuffix, h)
+        dprefix = join(prefix_low + prefix_up, prefix_up + suffix_low + level.up)
+        dsuffix = join(suffix_low + prefix_up + level.low, suffix_up + suffix_low)
+        h //= 2
+    return dprefix
+
+
 def scores(q_BHCK, k_BHCK, levels):
     """A^q (with its diagonal q_i . k_i) and A^k (strictly lower), each [B,H,C,C]."""
     diagonal_BHC = jnp.sum(q_BHCK * k_BHCK, axis=-1)
@@ -82,25 +94,21 @@ def scores(q_BHCK, k_BHCK, levels):
 
 
 def scores_transpose(q_BHCK, k_BHCK, levels, daq_BHCC, dak_BHCC):
-    """Cotangents of `scores`: (dq, dk, dG), where dG_i is that of the running log decay G_i, pairs i > j only.
-
-    A^q_ij depends on G_i - G_j, so dG = q dq + k (dk as a row - dk as a column): no pass over exponents.
-    """
+    """Cotangents of `scores`: (dq, dk, and for each level, `Level` of those to its exponents)."""
     diagonal_BHC1 = jnp.diagonal(daq_BHCC, axis1=-2, axis2=-1)[..., None]
-    dq, dk = jnp.zeros_like(q_BHCK), jnp.zeros_like(k_BHCK)
-    dk_signed, h = jnp.zeros_like(k_BHCK), q_BHCK.shape[-2] // 2
+    dq, dk, dlevels, h = diagonal_BHC1 * k_BHCK, diagonal_BHC1 * q_BHCK, [], q_BHCK.shape[-2] // 2
     daq, dak = daq_BHCC[..., None, :, :], dak_BHCC[..., None, :, :]
     for level in reversed(levels):
         rows, columns = _level_factors(q_BHCK, k_BHCK, level, h)
         da = jnp.concatenate([daq[..., h:, :h], dak[..., h:, :h]], axis=-2)
         drows = _einsum("...ij,...jk->...ik", da, columns)
-        dcolumns = _einsum("...ij,...ik->...jk", da, rows) * level.low
+        dcolumns = _einsum("...ij,...ik->...jk", da, rows)
         dq_up, dk_up = drows[..., :h, :] * level.up, drows[..., h:, :] * level.up
-        dq = dq + join(jnp.zeros_like(dq_up), dq_up)
-        dk, dk_signed = dk + join(dcolumns, dk_up), dk_signed + join(-dcolumns, dk_up)
+        dq, dk = dq + join(jnp.zeros_like(dq_up), dq_up), dk + join(dcolumns * level.low, dk_up)
+        dexponents = rows * drows
+        dlevels.append(Level(dexponents[..., :h, :] + dexponents[..., h:, :], columns * dcolumns))
         daq, dak, h = _shrink(daq, h), _shrink(dak, h), h // 2
-    dG_BHCK = q_BHCK * dq + k_BHCK * dk_signed
-    return dq + diagonal_BHC1 * k_BHCK, dk + diagonal_BHC1 * q_BHCK, dG_BHCK
+    return dq, dk, tuple(reversed(dlevels))
 
 
 def _level_factors(q_BHCK, k_BHCK, level, h):
@@ -188,11 +196,8 @@ def forward(state_BHKV, q_BHCK, k_BHCK, v_BHCV, g_BHCK, beta_BHC):
     return s.decay.start[..., -1, :, None] * state_BHKV + written_BHKV, o_BHCV
 
 
-def transpose(state_BHKV, q_BHCK, k_BHCK, v_BHCV, g_BHCK, beta_BHC, ranges, do_BHCV, dstate_BHKV):
-    """Cotangents of `forward`, recomputing the chunk: (dstate before it, dq, dk, dv, dg, dbeta).
-
-    `ranges` [1 or B, 1, C, 2C] turns cotangents of range sums into those of g (`decay_ranges`).
-    """
+def transpose(state_BHKV, q_BHCK, k_BHCK, v_BHCV, g_BHCK, beta_BHC, do_BHCV, dstate_BHKV):
+    """Cotangents of `forward`, recomputing the chunk: (dstate before it, dq, dk, dv, dg, dbeta)."""
     C = q_BHCK.shape[-2]
     s = solve(state_BHKV, q_BHCK, k_BHCK, v_BHCV, g_BHCK, beta_BHC)
     start, end = s.decay.start, s.decay.end
@@ -203,7 +208,7 @@ def transpose(state_BHKV, q_BHCK, k_BHCK, v_BHCV, g_BHCK, beta_BHC, ranges, do_B
     pairs = _einsum("bhiv,bhjv->bhij", jnp.concatenate([do_BHCV, -db], axis=-2), s.u)
     daq, dm = jnp.tril(pairs[..., :C, :]), jnp.tril(pairs[..., C:, :], -1)
     dbeta = jnp.sum(db * s.error, axis=-1) + jnp.sum(dm * s.ak, axis=-1)
-    dq, dk, dG = scores_transpose(q_BHCK, k_BHCK, s.decay.levels, daq, beta_BHC[..., None] * dm)
+    dq, dk, dlevels = scores_transpose(q_BHCK, k_BHCK, s.decay.levels, daq, beta_BHC[..., None] * dm)
     # Products with the state: q e^G and k e^G before the chunk, k e^{G_C - G} after it.
     dreads = jnp.concatenate([do_BHCV, -dv], axis=-2)
     dqk = _einsum("bhcv,bhkv->bhck", dreads, state_BHKV)
@@ -212,20 +217,6 @@ def transpose(state_BHKV, q_BHCK, k_BHCK, v_BHCV, g_BHCK, beta_BHC, ranges, do_B
     qk = jnp.concatenate([q_BHCK * start, k_BHCK * start], axis=-2)
     total = start[..., -1, :, None]
     dstate = total * dstate_BHKV + _einsum("bhck,bhcv->bhkv", qk, dreads)
-    sums = jnp.concatenate([dG + q_BHCK * dq_start + k_BHCK * dk_start, k_BHCK * dk_end], axis=-2)
-    dg = _einsum("bhij,bhjk->bhik", jnp.broadcast_to(ranges, (*sums.shape[:2], C, 2 * C)), sums)
+    dg = decays_transpose(dlevels, q_BHCK * dq_start + k_BHCK * dk_start, k_BHCK * dk_end)
     dg = dg + jnp.sum(total * state_BHKV * dstate_BHKV, axis=-1)[..., None, :]
     return dstate, dq + dq_start, dk + dk_start + dk_end, dv, dg, dbeta
-
-
-def decay_ranges(document_BC, C, dtype):
-    """[B,1,C,2C] (B=1 without documents): g_t is in the prefix of every i >= t and the suffix of every j < t.
-
-    Restricted to pairs in one document: sums of the others cancel in theory, and must not meet in rounding.
-    """
-    upper_CC = jnp.triu(jnp.ones((C, C), bool))
-    ranges_CX = jnp.concatenate([upper_CC, ~upper_CC], axis=-1)
-    if document_BC is None:
-        return ranges_CX[None, None].astype(dtype)
-    same_BCC = document_BC[:, :, None] == document_BC[:, None, :]
-    return (jnp.concatenate([same_BCC, same_BCC], axis=-1) & ranges_CX)[:, None].astype(dtype)

@@ -14,8 +14,8 @@ RESET = -1e9
 
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
-# (q, k, v, g, beta [B,T',...], state [B,H,K,V] in the dtype of the arithmetic, document_BT or None) -> outputs and
-# final state, for T' = what `length` makes of T.
+# (q, k, v, g, beta [B,T',...], state [B,H,K,V] in the dtype of the arithmetic) -> outputs and final state, where T' is
+# what `length` makes of T.
 Recurrence = Callable[..., tuple[jax.Array, jax.Array]]
 
 
@@ -23,25 +23,23 @@ def run(recurrence: Recurrence, length: Callable[[int], int], x, state, segments
     """The public `kda` by means of a recurrence that knows neither segments nor odd lengths; x: q, k, v, g, beta."""
     q_BTHK, _, v_BTHV, _, _ = x
     B, T, H, K = q_BTHK.shape
-    dtype = jnp.result_type(jnp.float32, *x)
+    dtype = jnp.result_type(jnp.float32, *x, *([] if state is None else [state]))
     state = jnp.zeros((B, H, K, v_BTHV.shape[-1]), dtype) if state is None else state.astype(dtype)
-    document_BT = None
     if segments is not None:
-        x, state, document_BT = separate(x, state, segments, state_segment)
+        x, state = separate(x, state, segments, state_segment)
     if T == 1:
         o_BTHV, state = step(x, state)
     else:
         tail = length(T) - T
         x = tuple(pad_time(a, tail) for a in x)
-        document_BT = None if document_BT is None else pad_time(document_BT, tail)
-        o_BTHV, state = recurrence(*x, state, document_BT)
+        o_BTHV, state = recurrence(*x, state)
     # Outputs of padding are 0 already; selecting makes them constants, so that no cotangent comes back from them.
     o_BTHV = o_BTHV[:, :T]
     return (o_BTHV if segments is None else jnp.where((segments != 0)[..., None, None], o_BTHV, 0)), state
 
 
 def step(x, state_BHKV):
-    """One token (T = 1) of the recurrence; the state is read once and written once.
+    """One token (T = 1) of the recurrence, which reads the state twice (u needs all of it) and writes it once.
 
     With S' = diag(e^g) S: u = beta (v - S'^T k), o = S'^T q + (q . k) u, new state S' + k u^T.
     """
@@ -59,7 +57,7 @@ def separate(x, state_BHKV, segments_BT, state_segment_B):
     """Documents and padding as plain inputs: padding becomes zeros (log decay 0, beta 0: it changes nothing), the first
     token of a document gets the log decay RESET, and a state of another document than the row's first is dropped.
 
-    Returns (inputs, state, document_BT); document_BT counts the resets, padding belongs to the document before it.
+    Returns (inputs, state).
     """
     real_BT = segments_BT != 0
     before_B = first_document(segments_BT) if state_segment_B is None else state_segment_B
@@ -73,7 +71,7 @@ def separate(x, state_BHKV, segments_BT, state_segment_B):
     g = jnp.where(reset_BT[..., None, None], jnp.asarray(RESET, g.dtype), g)
     dropped_B = jnp.any(reset_BT & (last_BT < 0), axis=1)
     state_BHKV = jnp.where(dropped_B[:, None, None, None], 0, state_BHKV)
-    return (q, k, v, g, beta), state_BHKV, jnp.cumsum(reset_BT, axis=1, dtype=jnp.int32)
+    return (q, k, v, g, beta), state_BHKV
 
 
 def pad_time(x, tail):

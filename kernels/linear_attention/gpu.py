@@ -5,8 +5,11 @@
     unscan   chunks in reverse: the gradients to the states, and to what the tokens write
     tokens   every chunk by itself: gradients to q, k and g
 
-The backward pass runs `pairs` and the scan again. Nothing but the inputs is kept; while a backward pass lasts there are
-two states for every chunk of 64 tokens, 2 K V / 64 numbers for each token and head in the dtype of q.
+The backward pass runs `pairs` and the scan again. Nothing but the inputs is kept. What lives while a pass lasts, for
+each token and head, in chunks of C = 64: forward two squares of a chunk (aq and t), 2 C float32, and what meets the
+state, 3 K numbers in the dtype of q; backward three squares (and ak), 3 K again, two states of every chunk, 2 K V / C,
+and w, u and db, 3 V, all but the squares in the dtype of q. Of bfloat16 and K = V = 128 that is 512 + 768 = 1,280 bytes
+forward and 768 + 768 + 1,024 + 768 = 3,328 backward, of which the gradients' own memory takes up to 1,280.
 
 Levels of the halving (`head.py`) are one loop, whose sums over ranges of tokens are products with 0 and 1: registers
 hold one level at a time, of a block of keys.
@@ -40,8 +43,8 @@ def width(n: int) -> int:
 
 
 def ops(dtype: Any, interpret: bool) -> head.Ops:
-    """Where inputs are bfloat16, products of float32 are in TF32, which has two bits more; else, and in the inverse,
-    they are as good as float32. An interpreter has nothing else."""
+    """Where inputs are bfloat16, products of float32 are in TF32, which has two bits more; else, and wherever the
+    inverse is made or used, they are as good as float32. An interpreter has nothing else."""
     presets = lax.DotAlgorithmPreset
     full = presets.BF16_BF16_F32_X6  # six products of parts in bfloat16: TF32 in three takes more registers
 
@@ -80,14 +83,15 @@ class _Call:
         return self.shape(self.H, self.N, self.V, self.K, dtype=self.dtype)
 
     def run(self, name: str, body: Any, grid: tuple[int, ...], outs: list[jax.ShapeDtypeStruct], *arrays: jax.Array):
-        flops = self.B * self.T * self.H * self.flops[name]
+        tokens = self.B * self.T * self.H
+        flops, exps = tokens * self.flops[name], tokens * head.exps(self.C, self.K) * (name in ("pairs", "tokens"))
         moved = sum(a.size * a.dtype.itemsize for a in (*arrays, *outs))
         return pl.pallas_call(
             partial(body, self),
             grid=grid,
             out_shape=outs,
             compiler_params=plgpu.CompilerParams(num_warps=WARPS[name], num_stages=1),
-            cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+            cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=exps),
             interpret=self.interpret,
             name=f"kda_{name}",
         )(*arrays)
@@ -165,16 +169,16 @@ def _sums(which: jax.Array, x: jax.Array) -> jax.Array:
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
 
-def _pairs(call: _Call, x: Arrays) -> tuple[head.Pairs, head.Edges]:
-    """aq, ak and t [B,H,N,C,C]; q start, k start and k end [B,T,H,K]; the decay of each chunk [B,H,N,K]."""
+def _pairs(call: _Call, x: Arrays, keep: bool) -> tuple[head.Edges, jax.Array, Arrays]:
+    """q start, k start and k end [B,T,H,K], the decay of each chunk [B,H,N,K]; t [B,H,N,C,C]; aq, to keep also ak."""
     q, k, _, g, beta = x
-    squares, edges = [call.shape(call.H, call.N, call.C, call.C)] * 3, [call.per_token(call.K)] * 3
-    outs = [*squares, *edges, call.shape(call.H, call.N, call.K)]
+    edges, square = [call.per_token(call.K)] * 3, call.shape(call.H, call.N, call.C, call.C)
+    outs = [*edges, call.shape(call.H, call.N, call.K), square, square, *[square] * keep]
     found = call.run("pairs", _pairs_body, (call.N, call.H, call.B), outs, q, k, g, beta)
-    return head.Pairs(*found[:3]), head.Edges(*found[3:])
+    return head.Edges(*found[:4]), found[4], tuple(found[5:])
 
 
-def _pairs_body(call, q, k, g, beta, aq, ak, t, q_start, k_start, k_end, total) -> None:
+def _pairs_body(call, q, k, g, beta, q_start, k_start, k_end, total, t, *squares) -> None:
     n, h, b = (pl.program_id(axis) for axis in range(3))
     zeros = jnp.zeros((call.C, call.C), jnp.float32)
 
@@ -204,40 +208,44 @@ def _pairs_body(call, q, k, g, beta, aq, ak, t, q_start, k_start, k_end, total) 
         return t - call.use.exact(call.use.exact(t, corner, head.NN), t, head.NN)
 
     t_CC = call.halvings(invert, head.diagonal(call.C).astype(jnp.float32))
-    for ref, value in zip((aq, ak, t), (aq_CC, ak_CC, t_CC), strict=True):
+    for ref, value in zip((t, *squares), (t_CC, aq_CC, ak_CC), strict=False):
         plgpu.store(ref.at[b, h, n], value)
 
 
 # --- scan -------------------------------------------------------------------------------------------------------------
 
 
-def _scan(call: _Call, x: Arrays, pair: head.Pairs, edge: head.Edges, state_BHKV: jax.Array, keep: bool):
-    """Outputs and the final state [B,H,V,K]; or, to keep, w [B,T,H,V] and the states before each chunk."""
-    outs = [call.per_token(call.V), call.states] if keep else [
+def _scan(call: _Call, x: Arrays, edge: head.Edges, t, square, state_BHKV: jax.Array, keep: bool):
+    """With aq: outputs and the final state [B,H,V,K]. To keep, with ak: w, u [B,T,H,V] and the states before chunks."""
+    outs = [call.per_token(call.V), call.per_token(call.V), call.states] if keep else [
         call.per_token(call.V, x[2].dtype), call.shape(call.H, call.V, call.K)]  # fmt: skip
-    square = pair.ak if keep else pair.aq
-    arrays = (x[2], x[4], square, pair.t, *edge, jnp.swapaxes(state_BHKV, 2, 3))
+    arrays = (x[2], x[4], square, t, *edge, jnp.swapaxes(state_BHKV, 2, 3))
     name, grid = "states" if keep else "scan", (call.V // call.values, call.H, call.B)
     return call.run(name, partial(_scan_body, keep), grid, outs, *arrays)
 
 
-def _scan_body(keep, call, v, beta, square, t, q_start, k_start, k_end, total, first_state, out, states) -> None:
+def _scan_body(keep, call, v, beta, square, t, q_start, k_start, k_end, total, first_state, *outs) -> None:
+    *wide, states = outs
     j, h, b = (pl.program_id(axis) for axis in range(3))
     first = j * call.values
     rows = pl.ds(first, call.values)
 
     def chunk(n, state_VK):
-        v_CV = call.tokens(v, b, n, h, first, call.values).astype(jnp.float32)
-        edge = call.edges(b, n, h, q_start, k_start, k_end, total)
-        a_CC, t_CC = (plgpu.load(ref.at[b, h, n]) for ref in (square, t))
+        """Arrays are loaded where they are needed, not before: all of them at once are more than the registers hold."""
         held = state_VK.astype(call.dtype)
-        u_CV, error, reads = head.write(call.use, v_CV, call.beta(beta, b, n, h), edge, t_CC, held)
+        known = call.use.dot(call.tokens(k_start, b, n, h), held, head.NT)
+        v_CV = call.tokens(v, b, n, h, first, call.values).astype(jnp.float32)
+        u_CV, error = head.write(call.use, v_CV, call.beta(beta, b, n, h), plgpu.load(t.at[b, h, n]), known)
         if keep:
             plgpu.store(states.at[b, h, n, rows], held)
-            call.put(out, b, n, h, head.remainder(call.use, a_CC, u_CV, error), first)
+            found = head.remainder(call.use, plgpu.load(square.at[b, h, n]), u_CV, error), u_CV
         else:
-            call.put(out, b, n, h, head.outputs(call.use, a_CC, u_CV, reads), first)
-        return head.advance(call.use, edge, u_CV.astype(call.dtype), state_VK)
+            reads = call.use.dot(call.tokens(q_start, b, n, h), held, head.NT)
+            found = (head.outputs(call.use, plgpu.load(square.at[b, h, n]), u_CV, reads),)
+        for ref, value in zip(wide, found, strict=True):
+            call.put(ref, b, n, h, value, first)
+        end, decay = call.tokens(k_end, b, n, h), plgpu.load(total.at[b, h, n])[None]
+        return head.advance(call.use, end, decay, u_CV.astype(call.dtype), state_VK)
 
     last = _loop(call.N, chunk, plgpu.load(first_state.at[b, h, rows]))
     if not keep:
@@ -247,10 +255,10 @@ def _scan_body(keep, call, v, beta, square, t, q_start, k_start, k_end, total, f
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _unscan(call: _Call, beta_BTH, pair: head.Pairs, edge: head.Edges, do_BTHV: jax.Array, dfinal_BHKV: jax.Array):
+def _unscan(call: _Call, beta_BTH, edge: head.Edges, t, aq, do_BTHV: jax.Array, dfinal_BHKV: jax.Array):
     """Gradients to the state after each chunk and to the first state [B,H,V,K]; db [B,T,H,V]."""
     outs = [call.states, call.shape(call.H, call.V, call.K), call.per_token(call.V)]
-    arrays = (beta_BTH, pair.aq, pair.t, *edge, do_BTHV, jnp.swapaxes(dfinal_BHKV, 2, 3))
+    arrays = (beta_BTH, aq, t, *edge, do_BTHV, jnp.swapaxes(dfinal_BHKV, 2, 3))
     return call.run("unscan", _unscan_body, (call.V // call.values, call.H, call.B), outs, *arrays)
 
 
@@ -274,46 +282,34 @@ def _unscan_body(call, beta, aq, t, q_start, k_start, k_end, total, do, dfinal, 
     plgpu.store(dfirst.at[b, h, rows], _loop(call.N, chunk, plgpu.load(dfinal.at[b, h, rows])))
 
 
-def _tokens(call: _Call, x: Arrays, w, db, do_BTHV, states, dstates) -> Arrays:
+def _tokens(call: _Call, x: Arrays, u, db, do_BTHV, states, dstates) -> Arrays:
     """Gradients to q, k and g."""
     q, k, _, g, beta = x
     outs = [call.per_token(call.K, a.dtype) for a in (q, k, g)]
-    arrays = (q, k, g, beta, w, db, do_BTHV, states, dstates)
+    arrays = (q, k, g, beta, u, db, do_BTHV, states, dstates)
     grid = (call.K // call.keys, call.N, call.B * call.H)
     return call.run("tokens", _tokens_body, grid, outs, *arrays)
 
 
-def _tokens_body(call, q, k, g, beta, w, db, do, states, dstates, *outs) -> None:
+def _tokens_body(call, q, k, g, beta, u, db, do, states, dstates, *outs) -> None:
     j, n, bh = (pl.program_id(axis) for axis in range(3))
     b, h, first = lax.div(bh, np.int32(call.H)), lax.rem(bh, np.int32(call.H)), j * call.keys
     use, beta_C1 = call.use, call.beta(beta, b, n, h)
     q_CK, k_CK = (call.tokens(ref, b, n, h, first, call.keys).astype(jnp.float32) for ref in (q, k))
     g_CK = head.summable(call.tokens(g, b, n, h, first, call.keys))
-    w_CV, db_CV, do_CV = (call.tokens(ref, b, n, h) for ref in (w, db, do))
-    u_CV, do_CV = (beta_C1 * w_CV).astype(call.dtype), do_CV.astype(call.dtype)
+    u_CV, db_CV, do_CV = (call.tokens(ref, b, n, h).astype(call.dtype) for ref in (u, db, do))
     state_VK, dstate_VK = (plgpu.load(ref.at[b, h, n, :, pl.ds(first, call.keys)]) for ref in (states, dstates))
 
     start, end = _decays(g_CK, call.C)
-    dq = use.dot(do_CV, state_VK, head.NN) * start
-    dk_start = -beta_C1 * use.dot(db_CV, state_VK, head.NN) * start
-    dk_end = use.dot(u_CV, dstate_VK, head.NN) * end
+    dq, dk_start, dk_end = head.start_transpose(use, beta_C1, start, end, u_CV, db_CV, do_CV, state_VK, dstate_VK)
     dg = _decays_transpose(q_CK * dq + k_CK * dk_start, k_CK * dk_end, call.C)
-    products = state_VK.astype(jnp.float32) * dstate_VK.astype(jnp.float32)
-    dg = dg + jnp.exp(jnp.sum(g_CK, axis=0, keepdims=True)) * jnp.sum(products, axis=0, keepdims=True)
-
-    own = jnp.sum(do_CV.astype(jnp.float32) * u_CV.astype(jnp.float32), axis=1, keepdims=True)
-    daq_CC, dm_CC = use.both(do_CV, db_CV, u_CV, head.NT)
-    dak_CC = -beta_C1 * dm_CC
+    dg = dg + head.total_transpose(jnp.exp(jnp.sum(g_CK, axis=0, keepdims=True)), state_VK, dstate_VK)
+    daq_CC, dak_CC, own = head.pairs_transpose(use, beta_C1, u_CV, db_CV, do_CV)
 
     def level(size, sums):
-        dq, dk, dg = sums
         up, low = _decays(g_CK, size)
-        meet = head.pairs_of(size, call.C)
-        daq, dak = jnp.where(meet, daq_CC, 0), jnp.where(meet, dak_CC, 0)
-        dq_up, dk_up = (d * up for d in use.both(daq, dak, k_CK * low, head.NN))
-        dk_low = (use.dot(daq, q_CK * up, head.TN) + use.dot(dak, k_CK * up, head.TN)) * low
-        dg = dg + _decays_transpose(q_CK * dq_up + k_CK * dk_up, k_CK * dk_low, size)
-        return dq + dq_up, dk + dk_up + dk_low, dg
+        dq_h, dk_h, dup, dlow = head.level_transpose(use, size, q_CK, k_CK, up, low, daq_CC, dak_CC)
+        return tuple(a + b for a, b in zip(sums, (dq_h, dk_h, _decays_transpose(dup, dlow, size)), strict=True))
 
     sums = call.halvings(level, (dq + own * k_CK, dk_start + dk_end + own * q_CK, dg))
     for ref, value in zip(outs, sums, strict=True):
@@ -323,17 +319,18 @@ def _tokens_body(call, q, k, g, beta, w, db, do, states, dstates, *outs) -> None
 def forward(C: int, x: Arrays, state_BHKV: jax.Array, keep: bool, *, interpret: bool = False):
     """See `pallas.Kernels`; what is kept is the first state. interpret: for tests."""
     call = _Call(C, x, interpret)
-    o_BTHV, final_BHVK = _scan(call, x, *_pairs(call, x), state_BHKV, False)
+    edge, t, (aq,) = _pairs(call, x, False)
+    o_BTHV, final_BHVK = _scan(call, x, edge, t, aq, state_BHKV, False)
     return o_BTHV, jnp.swapaxes(final_BHVK, 2, 3), state_BHKV if keep else None
 
 
 def backward(C: int, x: Arrays, state_BHKV, do_BTHV, dfinal_BHKV, *, interpret: bool = False):
     """See `pallas.Kernels`."""
     call = _Call(C, x, interpret)
-    pair, edge = _pairs(call, x)
-    w_BTHV, states = _scan(call, x, pair, edge, state_BHKV, True)
-    dstates, dfirst_BHVK, db_BTHV = _unscan(call, x[4], pair, edge, do_BTHV, dfinal_BHKV)
-    dq, dk, dg = _tokens(call, x, w_BTHV, db_BTHV, do_BTHV, states, dstates)
+    edge, t, (aq, ak) = _pairs(call, x, True)
+    w_BTHV, u_BTHV, states = _scan(call, x, edge, t, ak, state_BHKV, True)
+    dstates, dfirst_BHVK, db_BTHV = _unscan(call, x[4], edge, t, aq, do_BTHV, dfinal_BHKV)
+    dq, dk, dg = _tokens(call, x, u_BTHV, db_BTHV, do_BTHV, states, dstates)
     wide, beta_BTH = db_BTHV.astype(jnp.float32), x[4]
     dv = (beta_BTH[..., None] * wide).astype(x[2].dtype)
     dbeta = jnp.sum(wide * w_BTHV.astype(jnp.float32), axis=-1)

@@ -28,6 +28,8 @@ class Ops(NamedTuple):
     """What chips do in ways of their own, of float32 arrays.
 
     dot(a, b, dims): product; exact: in full float32. both(a, b, w, dims): (dot(a, w), dot(b, w)).
+
+    The inverse is made and used exactly: where keys repeat, what it is multiplied with cancels.
     """
 
     dot: Callable[[jax.Array, jax.Array, tuple[int, int]], jax.Array]
@@ -102,6 +104,11 @@ def decays(swap: Swap, g_CK: jax.Array) -> Decays:
     return Decays(tuple(levels), jnp.exp(prefix), jnp.exp(suffix))
 
 
+def exps(C: int, K: int) -> int:
+    """How many `decays` and `edges` take, of one token of one head, rounded up."""
+    return (2 * C.bit_length() + 1) * K
+
+
 def decays_transpose(swap: Swap, levels: list[tuple[int, jax.Array, jax.Array]], dstart_CK, dend_CK) -> jax.Array:
     """Gradient to g from those to the sums whose exp `decays` returns (not to the exp itself)."""
     dprefix, dsuffix = dstart_CK, dend_CK
@@ -141,25 +148,25 @@ def edges(x: Inputs, g_CK, decay: Decays) -> Edges:
     return Edges(x.q * decay.start, x.k * decay.start, x.k * decay.end, total)
 
 
-def write(ops: Ops, v_CV, beta_C1, edge: Edges, t_CC, state_VK) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """u [C,V]: what the tokens write; error [C,V] = v - (k start) S; reads [C,V] = (q start) S."""
-    reads, known = ops.both(edge.q, edge.k, state_VK, NT)
-    error = v_CV - known
-    return ops.dot(t_CC, beta_C1 * error, NN), error, reads
+def write(ops: Ops, v_CV, beta_C1, t_CC, known_CV) -> tuple[jax.Array, jax.Array]:
+    """u [C,V]: what the tokens write; error [C,V] = v - known, where known = (k start) S."""
+    error = v_CV - known_CV
+    return ops.exact(t_CC, beta_C1 * error, NN), error
 
 
 def outputs(ops: Ops, aq_CC, u_CV, reads_CV) -> jax.Array:
+    """reads: (q start) S."""
     return reads_CV + ops.dot(aq_CC, u_CV, NN)
 
 
-def advance(ops: Ops, edge: Edges, u_CV, state_VK) -> jax.Array:
+def advance(ops: Ops, end_CK, total_1K, u_CV, state_VK) -> jax.Array:
     """The state after the chunk."""
-    return edge.total * state_VK + ops.dot(u_CV, edge.end, TN)
+    return total_1K * state_VK + ops.dot(u_CV, end_CK, TN)
 
 
 def remainder(ops: Ops, ak_CC, u_CV, error_CV) -> jax.Array:
     """w [C,V] = error - ak u, so that u = beta w: the gradient to beta is that to u times it."""
-    return error_CV - ops.dot(ak_CC, u_CV, NN)
+    return error_CV - ops.exact(ak_CC, u_CV, NN)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -168,7 +175,7 @@ def remainder(ops: Ops, ak_CC, u_CV, error_CV) -> jax.Array:
 def write_transpose(ops: Ops, edge: Edges, aq_CC, t_CC, do_CV, dstate_VK) -> jax.Array:
     """db [C,V]: gradient to beta (v - (k start) S); dstate: after the chunk."""
     du = ops.dot(aq_CC, do_CV, TN) + ops.dot(edge.end, dstate_VK, NT)
-    return ops.dot(t_CC, du, TN)
+    return ops.exact(t_CC, du, TN)
 
 
 def state_transpose(ops: Ops, edge: Edges, do_CV, dv_CV, dstate_VK) -> jax.Array:
@@ -176,24 +183,48 @@ def state_transpose(ops: Ops, edge: Edges, do_CV, dv_CV, dstate_VK) -> jax.Array
     return edge.total * dstate_VK + ops.dot(do_CV, edge.q, TN) - ops.dot(dv_CV, edge.k, TN)
 
 
+def start_transpose(ops: Ops, beta_C1, start_CK, end_CK, u_CV, db_CV, do_CV, state_VK, dstate_VK):
+    """Gradients [C,K] by way of the states: to q and k before the chunk, to k after it."""
+    dq, dk = ops.both(do_CV, db_CV, state_VK, NN)
+    return dq * start_CK, -beta_C1 * dk * start_CK, ops.dot(u_CV, dstate_VK, NN) * end_CK
+
+
+def total_transpose(total_1K, state_VK, dstate_VK) -> jax.Array:
+    """Gradient [1,K] to the sum of the chunk's log decays, by way of its decay of the state."""
+    return total_1K * jnp.sum(state_VK.astype(jnp.float32) * dstate_VK.astype(jnp.float32), axis=0, keepdims=True)
+
+
+def pairs_transpose(ops: Ops, beta_C1, u_CV, db_CV, do_CV) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients [C,C] to aq and ak, right where tokens meet, and [C,1] to aq's diagonal.
+
+    u = beta error - diag(beta) ak u, hence the gradient to diag(beta) ak is -db u^T.
+    """
+    own = jnp.sum(do_CV.astype(jnp.float32) * u_CV.astype(jnp.float32), axis=1, keepdims=True)
+    daq, dm = ops.both(do_CV, db_CV, u_CV, NT)
+    return daq, -beta_C1 * dm, own
+
+
+def level_transpose(ops: Ops, h: int | jax.Array, q_CK, k_CK, up_CK, low_CK, daq_CC, dak_CC):
+    """Of the level of h: gradients [C,K] to q and k, and to the two sums that give its decays."""
+    meet = pairs_of(h, q_CK.shape[0])
+    daq, dak = jnp.where(meet, daq_CC, 0), jnp.where(meet, dak_CC, 0)
+    dq_up, dk_up = (d * up_CK for d in ops.both(daq, dak, k_CK * low_CK, NN))
+    dk_low = (ops.dot(daq, q_CK * up_CK, TN) + ops.dot(dak, k_CK * up_CK, TN)) * low_CK
+    return dq_up, dk_up + dk_low, q_CK * dq_up + k_CK * dk_up, k_CK * dk_low
+
+
 def token_transpose(
     ops: Ops, swap: Swap, x: Inputs, edge: Edges, decay: Decays, u_CV, db_CV, do_CV, state_VK, dstate_VK
 ):
     """Gradients to q, k and g [C,K]."""
-    # u = beta error - diag(beta) ak u, hence the gradient to diag(beta) ak is -db u^T, on ak's pairs.
-    daq, dm = ops.both(do_CV, -db_CV, u_CV, NT)
-    dak, own = x.beta * dm, jnp.sum(do_CV * u_CV, axis=1, keepdims=True)
+    daq, dak, own = pairs_transpose(ops, x.beta, u_CV, db_CV, do_CV)
     dq, dk, levels = own * x.k, own * x.q, []
     for h, up, low in decay.levels:
-        meet = pairs_of(h, x.q.shape[0])
-        daq_h, dak_h = jnp.where(meet, daq, 0), jnp.where(meet, dak, 0)
-        dq_up, dk_up = (d * up for d in ops.both(daq_h, dak_h, x.k * low, NN))
-        dk_low = (ops.dot(daq_h, x.q * up, TN) + ops.dot(dak_h, x.k * up, TN)) * low
-        dq, dk = dq + dq_up, dk + dk_up + dk_low
-        levels.append((h, x.q * dq_up + x.k * dk_up, x.k * dk_low))
-    # Products with the state: q start and k start before the chunk, k end after it.
-    dq_start, dk_start = (d * decay.start for d in ops.both(do_CV, -x.beta * db_CV, state_VK, NN))
-    dk_end = ops.dot(u_CV, dstate_VK, NN) * decay.end
-    dtotal = edge.total * jnp.sum(state_VK * dstate_VK, axis=0, keepdims=True)
-    dg = decays_transpose(swap, levels, x.q * dq_start + x.k * dk_start, x.k * dk_end) + dtotal
-    return dq + dq_start, dk + dk_start + dk_end, dg
+        dq_h, dk_h, dup, dlow = level_transpose(ops, h, x.q, x.k, up, low, daq, dak)
+        dq, dk = dq + dq_h, dk + dk_h
+        levels.append((h, dup, dlow))
+    dq_start, dk_start, dk_end = start_transpose(
+        ops, x.beta, decay.start, decay.end, u_CV, db_CV, do_CV, state_VK, dstate_VK
+    )
+    dg = decays_transpose(swap, levels, x.q * dq_start + x.k * dk_start, x.k * dk_end)
+    return dq + dq_start, dk + dk_start + dk_end, dg + total_transpose(edge.total, state_VK, dstate_VK)

@@ -45,7 +45,7 @@ def kda(kernels: Kernels, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, *, state, se
         raise ValueError(f"kda: chunk is {chunk}; this kernel takes {kernels.smallest} to {kernels.largest}")
     C = min(chunk, max(kernels.smallest, 1 << (q_BTHK.shape[1] - 1).bit_length()))
 
-    def recurrence(q, k, v, g, beta, state, _):
+    def recurrence(q, k, v, g, beta, state):
         K, V = q.shape[-1], v.shape[-1]
         widths = [kernels.width(a.shape[-1]) - a.shape[-1] for a in (q, k, v, g)]
         wide = [_pad(a, (0,) * (a.ndim - 1) + (more,)) for a, more in zip((q, k, v, g), widths, strict=True)]

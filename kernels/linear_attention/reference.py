@@ -22,7 +22,8 @@ _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 def kda(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, *, state, segments, state_segment, chunk):
     """The definition; arguments as in the public `kda`. `chunk` has no meaning here (one signature for all impls)."""
     del chunk
-    dtype = jnp.result_type(jnp.float32, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
+    given = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, *([] if state is None else [state]))
+    dtype = jnp.result_type(jnp.float32, *given)
     B, T, H, K = q_BTHK.shape
     V = v_BTHV.shape[-1]
     state_BHKV = jnp.zeros((B, H, K, V), dtype) if state is None else state.astype(dtype)

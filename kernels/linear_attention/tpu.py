@@ -2,7 +2,7 @@
 
 The grid is (heads, rows, groups), groups in order. The backward pass takes them in reverse: it starts a group from the
 state that the forward pass kept, makes states, pairs and writes of its chunks again in VMEM, and goes back through
-them. Kept: K V floats for every GROUP chunks of 64 tokens.
+them. Kept: K V floats for every group, which are as few as GROUP chunks allow and equally long.
 """
 
 from functools import partial
@@ -17,15 +17,21 @@ from jax.experimental.pallas import tpu as pltpu
 from . import head
 from .pallas import Arrays, Kernels
 
-GROUP = 8  # chunks of a step
+GROUP = 8  # chunks of a step, at most
 LANES = 128
 PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=32 * 2**20)
 
 
 def length(C: int, T: int) -> int:
-    """T filled up to whole chunks, and to whole groups where there are several."""
-    whole = C if T <= C * GROUP else C * GROUP
-    return T + -T % whole
+    """T filled up to whole chunks in equal groups: less than a chunk for each group."""
+    groups, chunks = _groups(-(-T // C))
+    return groups * chunks * C
+
+
+def _groups(chunks: int) -> tuple[int, int]:
+    """How many, and of how many chunks each."""
+    groups = -(-chunks // GROUP)
+    return groups, -(-chunks // groups)
 
 
 def width(n: int) -> int:
@@ -58,14 +64,14 @@ class _Blocks:
     def __init__(self, C: int, x: Arrays, order: Any):
         q_BTHK, _, v_BTHV, _, _ = x
         self.B, self.T, self.H, self.K = q_BTHK.shape
-        self.V, self.C, self.chunks = v_BTHV.shape[3], C, min(GROUP, self.T // C)
-        self.groups = self.T // (C * self.chunks)
+        self.V, self.C = v_BTHV.shape[3], C
+        self.groups, self.chunks = _groups(self.T // C)
         self.grid = (self.H, self.B, self.groups)
         order = order(self.groups)
         self.keys, self.values = (
             pl.BlockSpec((1, C * self.chunks, size), lambda h, b, n: (b, order(n), h)) for size in (self.K, self.V)
         )
-        self.beta = pl.BlockSpec((1, 1, self.chunks, C), lambda h, b, n: (b, h, order(n), 0))
+        self.beta = pl.BlockSpec((1, 1, 1, self.chunks, C), lambda h, b, n: (b, h, order(n), 0, 0))
         self.state = pl.BlockSpec((1, 1, self.V, self.K), lambda h, b, n: (b, h, 0, 0))
         self.states = pl.BlockSpec((1, 1, 1, self.V, self.K), lambda h, b, n: (b, h, order(n), 0, 0))
         self.inputs = [self.keys, self.keys, self.values, self.keys, self.beta]
@@ -76,16 +82,17 @@ class _Blocks:
 
     def arrays(self, x: Arrays) -> list[jax.Array]:
         q, k, v, g, beta = x
-        rows = jnp.moveaxis(beta, 1, 2).reshape(self.B, self.H, -1, self.C)
+        rows = jnp.moveaxis(beta, 1, 2).reshape(self.B, self.H, self.groups, self.chunks, self.C)
         return [self.flat(q), self.flat(k), self.flat(v), self.flat(g.astype(jnp.float32)), rows]
 
     def shape(self, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.B, self.T, self.H * size), dtype)
 
-    def cost(self, flops: int, arrays: list[Any]) -> pl.CostEstimate:
-        """flops: of one token of one head. arrays: all that is read or written."""
-        moved = sum(a.size * a.dtype.itemsize for a in arrays)
-        return pl.CostEstimate(flops=self.B * self.T * self.H * flops, bytes_accessed=moved, transcendentals=0)
+    def cost(self, flops: int, passes: int, arrays: list[Any]) -> pl.CostEstimate:
+        """flops: of one token of one head. passes: how often decays are made. arrays: all that is read or written."""
+        tokens, moved = self.B * self.T * self.H, sum(a.size * a.dtype.itemsize for a in arrays)
+        exps = passes * tokens * head.exps(self.C, self.K)
+        return pl.CostEstimate(flops=tokens * flops, bytes_accessed=moved, transcendentals=exps)
 
 
 def forward(C: int, x: Arrays, state_BHKV: jax.Array, keep: bool, *, interpret: Any = False):
@@ -103,7 +110,7 @@ def forward(C: int, x: Arrays, state_BHKV: jax.Array, keep: bool, *, interpret: 
         scratch_shapes=[pltpu.VMEM((at.V, at.K), jnp.float32)],
         out_shape=outs,
         compiler_params=PARAMS,
-        cost_estimate=at.cost(forward_flops(C, at.K, at.V), [*arrays, *outs]),
+        cost_estimate=at.cost(forward_flops(C, at.K, at.V), 1, [*arrays, *outs]),
         interpret=interpret,
         name="kda_forward",
     )(*arrays)
@@ -126,9 +133,10 @@ def _forward_body(chunks, C, q, k, v, g, beta, first, o, final, *rest) -> None:
         decay = head.decays(_swap, g_CK)
         pair = head.pairs(OPS, x, decay)
         edge = head.edges(x, g_CK, decay)
-        u_CV, _, reads = head.write(OPS, x.v, x.beta, edge, pair.t, state[...])
+        reads, known = OPS.both(edge.q, edge.k, state[...], head.NT)
+        u_CV, _ = head.write(OPS, x.v, x.beta, pair.t, known)
         o[0, at, :] = head.outputs(OPS, pair.aq, u_CV, reads).astype(o.dtype)
-        state[...] = head.advance(OPS, edge, u_CV, state[...])
+        state[...] = head.advance(OPS, edge.end, edge.total, u_CV, state[...])
 
     lax.fori_loop(0, chunks, chunk, None)
 
@@ -141,7 +149,7 @@ def _chunk(c, C, q, k, v, g, beta) -> tuple[Any, head.Inputs, jax.Array]:
     """Where chunk c of the group lies, and what it holds in float32."""
     at = pl.ds(pl.multiple_of(c * C, C), C)
     q_CK, k_CK, v_CV = (ref[0, at, :].astype(jnp.float32) for ref in (q, k, v))
-    return at, head.Inputs(q_CK, k_CK, v_CV, head.column(beta[0, 0, pl.ds(c, 1), :])), head.summable(g[0, at, :])
+    return at, head.Inputs(q_CK, k_CK, v_CV, head.column(beta[0, 0, 0, pl.ds(c, 1), :])), head.summable(g[0, at, :])
 
 
 def backward(
@@ -162,7 +170,7 @@ def backward(
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in held],
         out_shape=outs,
         compiler_params=PARAMS,
-        cost_estimate=at.cost(backward_flops(C, at.K, at.V), [*arrays, *outs]),
+        cost_estimate=at.cost(backward_flops(C, at.K, at.V), 2, [*arrays, *outs]),
         interpret=interpret,
         name="kda_backward",
     )(*arrays)
@@ -187,9 +195,9 @@ def _backward_body(
         decay = head.decays(_swap, g_CK)
         pair = head.pairs(OPS, x, decay)
         edge = head.edges(x, g_CK, decay)
-        u_CV, error = head.write(OPS, x.v, x.beta, edge, pair.t, states[c])[:2]
+        u_CV, error = head.write(OPS, x.v, x.beta, pair.t, OPS.dot(edge.k, states[c], head.NT))
         aq[c], t[c], u[c], w[c] = pair.aq, pair.t, u_CV, head.remainder(OPS, pair.ak, u_CV, error)
-        states[c + 1] = head.advance(OPS, edge, u_CV, states[c])
+        states[c + 1] = head.advance(OPS, edge.end, edge.total, u_CV, states[c])
 
     lax.fori_loop(0, chunks, again, None)
 
@@ -202,7 +210,7 @@ def _backward_body(
         found = head.token_transpose(OPS, _swap, x, edge, decay, u[c], db, do_CV, states[c], dstate[...])
         for ref, value in zip((dq, dk, dg, dv), (*found, x.beta * db), strict=True):
             ref[0, at, :] = value.astype(ref.dtype)
-        dbeta[0, 0, pl.ds(c, 1), :] = _row_sums(db * w[c])
+        dbeta[0, 0, 0, pl.ds(c, 1), :] = _row_sums(db * w[c])
         dstate[...] = head.state_transpose(OPS, edge, do_CV, x.beta * db, dstate[...])
 
     lax.fori_loop(0, chunks, back, None)
@@ -226,7 +234,7 @@ def forward_flops(C: int, K: int, V: int) -> int:
 def backward_flops(C: int, K: int, V: int) -> int:
     """Of one token of one head, what is made again included."""
     levels = C.bit_length() - 1
-    return forward_flops(C, K, V) + 8 * levels * C * K + 8 * C * V + 12 * K * V + 16 * V
+    return forward_flops(C, K, V) + 8 * levels * C * K + 8 * C * V + 10 * K * V + 16 * V
 
 
 KERNELS = Kernels(forward, backward, length, width, chunk=64, smallest=16, largest=256)

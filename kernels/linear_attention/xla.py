@@ -39,12 +39,12 @@ def _heads_first(x, dtype):
     return jnp.swapaxes(x, 1, 2).astype(dtype)
 
 
-def _scan_primal(C, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, document_BT) -> tuple[jax.Array, jax.Array]:
-    """T a multiple of C -> (outputs [B,T,H,V], final state [B,H,K,V]). document_BT only serves the backward pass."""
-    return _scan_forward(C, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, document_BT, keep=False)[0]
+def _scan_primal(C, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV) -> tuple[jax.Array, jax.Array]:
+    """T a multiple of C -> (outputs [B,T,H,V], final state [B,H,K,V])."""
+    return _scan_forward(C, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, keep=False)[0]
 
 
-def _scan_forward(C, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, document_BT, keep=True):
+def _scan_forward(C, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, keep=True):
     dtype, out_dtype = state_BHKV.dtype, v_BTHV.dtype
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
 
@@ -53,26 +53,24 @@ def _scan_forward(C, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, docum
         return new, (_heads_first(o, out_dtype), state if keep else None)
 
     final, (o_NBCHV, states_NBHKV) = lax.scan(body, state_BHKV, tuple(_split(a, C) for a in inputs))
-    return (_merge(o_NBCHV), final), (inputs, states_NBHKV, document_BT)
+    return (_merge(o_NBCHV), final), (inputs, states_NBHKV)
 
 
 def _scan_backward(C, residuals, cotangents):
-    inputs, states_NBHKV, document_BT = residuals
+    inputs, states_NBHKV = residuals
     do_BTHV, dfinal_BHKV = cotangents
     dtype = states_NBHKV.dtype
 
     def body(dstate, x):
-        state, inputs, do, document = x
-        ranges = chunked.decay_ranges(document, C, dtype)
+        state, inputs, do = x
         q, k, v, g, beta = (_heads_first(a, dtype) for a in inputs)
         do = _heads_first(do, dtype)
-        dstate, *grads = chunked.transpose(state, q, k, v, g, beta, ranges, do, dstate)
+        dstate, *grads = chunked.transpose(state, q, k, v, g, beta, do, dstate)
         return dstate, tuple(_heads_first(d, a.dtype) for d, a in zip(grads, inputs, strict=True))
 
-    documents = None if document_BT is None else _split(document_BT, C)
-    xs = (states_NBHKV, tuple(_split(a, C) for a in inputs), _split(do_BTHV, C), documents)
+    xs = (states_NBHKV, tuple(_split(a, C) for a in inputs), _split(do_BTHV, C))
     dstate_BHKV, grads = lax.scan(body, dfinal_BHKV, xs, reverse=True)
-    return (*(_merge(d) for d in grads), dstate_BHKV, None)
+    return (*(_merge(d) for d in grads), dstate_BHKV)
 
 
 _scan = jax.custom_vjp(_scan_primal, nondiff_argnums=(0,))

@@ -37,8 +37,28 @@ def test_kda_is_checked_and_timed(monkeypatch) -> None:
     whats = [f"KDA {what}, {how}" for how in ("one sequence", "8 documents") for what in WHATS]
     assert [row["what"] for row in rows] == whats
     monkeypatch.setitem(linear_attention.IMPLS, "gpu", _without_decay)
-    with pytest.raises(ArithmeticError, match="KDA forward: o is off by"):
+    with pytest.raises(ArithmeticError, match="KDA forward, one sequence: o is off by"):
         gpu_kda.measure("gpu", case=small, rounds=1, rival=False)
+
+
+@pytest.mark.slow
+def test_kda_s_rival_is_checked_too(monkeypatch) -> None:
+    """In fla's place: the recurrence, which is timed, and one that forgets to decay when it takes gradients."""
+    small = Case(B=1, T=64, H=3, K=16, V=8)
+    impls = {False: "reference", True: "reference"}
+
+    def stand_in(x, do, segments, backward):
+        run = (gpu_kda._gradients if backward else gpu_kda._forward)(impls[backward], segments)
+        return lambda: run(x, do), lambda: list(run(x, do))
+
+    monkeypatch.setattr(gpu_kda, "_fla", stand_in)
+    for row in gpu_kda.measure("xla", case=small, rounds=1):
+        assert row["off"].keys() == {"ours", "fla"}
+        assert row["time_over_fla"].keys() == {"of_medians", "of_minima"}
+    monkeypatch.setitem(linear_attention.IMPLS, "gpu", _without_decay)
+    impls[True] = "gpu"
+    with pytest.raises(ArithmeticError, match="KDA forward and gradients, one sequence, fla: o is off by"):
+        gpu_kda.measure("xla", case=small, rounds=1)
 
 
 WHATS = ("forward", "forward and gradients")

@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from tests.numerics import rel_rms
+from tests.numerics import TOLERANCE, rel_rms
 
 from trillion_moe.kernels import linear_attention
 
 short_conv = jax.jit(linear_attention.short_conv)
 
-TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 1e-2}  # relative RMS
 B, C, W = 2, 5, 4
 
 

@@ -67,8 +67,16 @@ def test_kda_compiled_at_kimi_k3_s_shapes(chip, tokens, what) -> None:
     assert proof.calls == {"tpu": {"forward": 1, "gradients": 2}, "gpu": {"forward": 2, "gradients": 6}}[platform][what]
     assert proof.per_token <= kda_kernels.WITHIN[platform][what]
     assert proof.registers is None or proof.registers > 0
+    assert what == "gradients" or (proof.spills or 0) <= 8
     (row,) = kda_kernels.table([proof]).splitlines()[2:]
     assert row in DOCUMENT.read_text().splitlines()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("tokens", kda_kernels.SHORT)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_kda_compiles_for_short_prompts(chip, tokens) -> None:
+    assert kda_kernels.prove(CHIPS[chip], tokens, "gradients").calls == (6 if isinstance(CHIPS[chip], Gpu) else 2)
 
 
 def test_the_document_has_every_kernel_on_every_chip() -> None:

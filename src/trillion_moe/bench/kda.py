@@ -12,12 +12,15 @@ from trillion_moe.kernels.linear_attention import CASES, kda, kda_gate, l2norm
 
 CASE = CASES["bench_long"]
 TOKAMAX = "0.0.17"
+BAR = 1e-4  # of outputs and gradients, over their largest value
 
 
 def measure(rounds: int = 7) -> dict[str, Any]:
     """Forward, and forward with every gradient, float32, from decay logits on; time and memory over tokamax's.
 
-    peak_mb: arguments, results and temporaries of the compiled program. Raises SystemExit without tokamax 0.0.17.
+    peak_mb: arguments, results and temporaries of the compiled program. difference: of outputs, gradients_difference:
+    of every gradient, the largest over the largest value. Raises SystemExit without tokamax 0.0.17, ArithmeticError
+    where the two differ by more than BAR.
     """
     try:
         found = version("tokamax")
@@ -25,9 +28,10 @@ def measure(rounds: int = 7) -> dict[str, Any]:
         found = None
     if found != TOKAMAX:
         raise SystemExit(f"this part needs tokamax {TOKAMAX} and has {found}: make bench-kda brings it, on Python 3.12")
-    results: dict[str, Any] = {"jax": version("jax"), "tokamax": found}
     arrays, do = _arrays()
     forms = {"ours": (_ours, arrays, do), "tokamax": (_tokamax, *_heads_first(arrays, do))}
+    outputs, *gradients = _differences(forms)
+    results: dict[str, Any] = {"jax": version("jax"), "tokamax": found}
     for what, wrap in (("forward", _forward), ("forward and gradients", _both)):
         programs = {name: (wrap(f), x, d) for name, (f, x, d) in forms.items()}
         seconds = alternate({name: partial(f, x, d) for name, (f, x, d) in programs.items()}, rounds)
@@ -35,8 +39,7 @@ def measure(rounds: int = 7) -> dict[str, Any]:
         results[what]["peak_mb"] = {name: peak_mb(f, x, d) for name, (f, x, d) in programs.items()}
         faster = ratio(seconds["tokamax"], seconds["ours"])
         results[what]["time_over_tokamax"] = {name: 1 / value for name, value in faster.items()}
-    results["difference"] = _difference(forms)
-    return results
+    return results | {"difference": outputs, "gradients_difference": max(gradients)}
 
 
 def _arrays() -> tuple[tuple[jax.Array, ...], jax.Array]:
@@ -80,7 +83,13 @@ def _both(f):
     return jax.jit(run)
 
 
-def _difference(forms: dict[str, Any]) -> float:
-    """Largest difference of outputs over their largest value."""
-    ours, theirs = (f(*x) for f, x, _ in forms.values())
-    return float(jnp.max(jnp.abs(ours - jnp.moveaxis(theirs, 0, 2))) / jnp.max(jnp.abs(ours)))
+def _differences(forms: dict[str, Any]) -> list[float]:
+    """Of outputs, and of the gradients to q, k, v, decay logits, a_log and beta: largest over the largest value."""
+    found = {name: jax.tree.leaves(_both(f)(x, do)) for name, (f, x, do) in forms.items()}
+    names, differences = ("o", "dq", "dk", "dv", "dz", "da_log", "dbeta"), []
+    for name, ours, theirs in zip(names, found["ours"], found["tokamax"], strict=True):
+        theirs = jnp.moveaxis(theirs, 0, 2) if theirs.ndim > 1 else theirs
+        differences.append(float(jnp.max(jnp.abs(ours - theirs)) / jnp.max(jnp.abs(ours))))
+        if not differences[-1] <= BAR:  # nor NaN
+            raise ArithmeticError(f"{name} differs from tokamax's by {differences[-1]:.1e} of its largest value")
+    return differences

@@ -15,13 +15,16 @@ from trillion_moe.verify.compiled import calls, kernel_options, ptxas
 
 HEADS, DIM = 96, 128
 PASSES = tuple((tokens, what) for tokens in (8_192, 32_768) for what in ("forward", "gradients"))
-WITHIN = {"tpu": {"forward": 32, "gradients": 448}, "gpu": {"forward": 1_344, "gradients": 2_112}}
+WITHIN = {"tpu": {"forward": 32, "gradients": 448}, "gpu": {"forward": 1_312, "gradients": 2_080}}
 """Bytes of temporaries for each token and head, at most.
 
-TPU: the kept states, 4 K V / 512 = 128, and the outputs that gradients alone do not ask for, 2 V = 256. GPU: three
-squares of a chunk, 3 x 4 x 64 = 768, and three edges, 3 x 2 K = 768; with gradients two states of every chunk,
-2 x 2 K V / 64 = 1,024, live beside a part of those.
+TPU: the kept states, 4 K V / 512 = 128, and the outputs that gradients alone do not ask for, 2 V = 256. GPU forward:
+two squares of a chunk, 2 x 4 x 64 = 512, and three edges, 3 x 2 K = 768. With gradients a third square, 256, two states
+of every chunk, 2 x 2 K V / 64 = 1,024, and three of what tokens write, 3 x 2 V = 768: 3,328, of which 1,280 fit into
+the memory of the gradients to q, k, v and g.
 """
+SHORT = (9, 40)
+"""Tokens of prompts below the smallest chunk and between two chunks: gradients compile."""
 
 
 @dataclass(frozen=True)

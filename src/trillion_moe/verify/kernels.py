@@ -35,8 +35,9 @@ experts, {rows:,} rows, {latent} x {hidden}, bfloat16. Nothing here ran on an ac
 KDA = """
 Kimi Delta Attention: {heads} heads of {dim} x {dim}, one sequence, bfloat16 with log decays in float32. *gradients*:
 the forward pass and those to every input. *temporaries* grow with the tokens and with nothing else: nothing is
-quadratic in them. On an H200 the gradient to q, k and g spills about 1 KB a thread (stores and loads are both counted),
-which costs time that is not measured; on a B200 nothing spills.
+quadratic in them. On an H200 gradients spill: for a thread of the kernel of q, k and g about 1 KB stored and 1 KB
+loaded, of which *spilled* is the sum, over all kernels; which costs time that is not measured. Forward it is 8 bytes
+at most, on a B200 nothing.
 
 """
 
