@@ -154,7 +154,7 @@ def test_long_rows_are_attended_in_blocks():
     batch = {"tokens": ids}
     value, grads = value_and_grads(model, batch)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla, "QUERY_BLOCK", 16)
+        patch.setattr(mla, "QUERY_BLOCK", (16, 16))
         blocked, blocked_grads = value_and_grads(model, batch)
     assert abs(value - blocked) < 1e-5
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(blocked_grads), strict=True):

@@ -16,7 +16,7 @@ from trillion_moe.steps import grad_step, train_step, update_step
 from trillion_moe.transforms.targets import places
 from trillion_moe.weights import MXFP4, LoRA
 
-METRICS = {"loss", "grad_norm", "tokens", "accuracy", "expert_counts"}
+METRICS = {"loss", "grad_norm", "tokens", "accuracy", "expert_counts", "dropped"}
 
 
 def size(tree) -> int:

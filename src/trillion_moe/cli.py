@@ -15,6 +15,7 @@ from typing import get_args
 import jax
 
 from trillion_moe import __version__, api
+from trillion_moe.aot import AotError
 from trillion_moe.checkpoint import compare_experts, files_beside, is_orbax
 from trillion_moe.checkpoint.adapter_export import Naming
 from trillion_moe.data import command as data_command
@@ -24,6 +25,7 @@ from trillion_moe.data.rows import DataError
 from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.generate import command
 from trillion_moe.ops import using
+from trillion_moe.plan import command as plan_command
 from trillion_moe.run_config import RunConfigError, load_run_config
 from trillion_moe.train import command as train_command
 from trillion_moe.transforms import merge_report
@@ -36,7 +38,7 @@ from trillion_moe.weights import parameters
 
 ERRORS = (
     *(api.ConfigError, api.CheckpointError, api.InputError, ChatError, DataError, ImageError),
-    *(RunConfigError, TokenizerError, api.VerifyError),
+    *(RunConfigError, TokenizerError, api.VerifyError, api.LayoutError, AotError),
     *(OSError, EOFError, UnicodeError, FloatingPointError),
 )
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE has ended
@@ -110,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--names", choices=get_args(Naming), help="write no merged model, but the adapter by these names")
     what.add_argument("--decode", action="store_true", help="unpack 4-bit experts, so that merging does not round them")
     export.set_defaults(run=_export)
+    plan = verbs.add_parser("plan", help="whether a run fits a machine: its step compiled ahead of time, without it")
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=plan_command.run)
     verify = verbs.add_parser("verify", help="try every operator of a model on this machine, against float64")
     verify_command.add_arguments(verify)
     verify.set_defaults(run=verify_command.run)

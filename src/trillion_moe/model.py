@@ -19,10 +19,12 @@ from trillion_moe.config import ModelConfig
 from trillion_moe.layers.block import Block, Context, LayerSpec
 from trillion_moe.layers.depth import Run, attention_residuals, residual_stream
 from trillion_moe.layers.mla import MLACache
+from trillion_moe.layers.moe import TOKENS
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.residual import AttnRes
 from trillion_moe.layers.vision import Features, ImageBatch, Projector, VisionTower, splice
 from trillion_moe.ops import accumulator, dot
+from trillion_moe.sharding import Layout, LayoutError, check_batch, dims, island, pin, weight_axes
 
 SCAN_ABOVE = 16  # layers; a shallower model is unrolled, which runs faster and still compiles in seconds
 
@@ -72,8 +74,8 @@ def _runs(kinds: tuple[LayerSpec, ...]) -> list[Segment]:
 class Model(nnx.Module):
     """embed ``[V, D]``, the layers by segment, final mix and norm, head ``[D, V]`` (None when tied), vision.
 
-    config, plan and dtype are static. `dtype` is that of the parameters that are not float32 by definition, and of the
-    activations.
+    config, plan, dtype and layout are static. `dtype` is that of the parameters that are not float32 by definition, and
+    of the activations; `layout` says over which mesh all arrays lie (`sharding.place`), None = one device.
     """
 
     embed: Any = nnx.data()
@@ -86,7 +88,7 @@ class Model(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, dtype: str | None = None, plan: tuple[Segment, ...] | None = None):
         dtype = dtype or cfg.dtype
-        self.config, self.dtype = cfg, dtype
+        self.config, self.dtype, self.layout = cfg, dtype, None
         self.plan = depth_plan(cfg) if plan is None else plan
         _check_plan(cfg, self.plan)
         d, v, std = cfg.hidden_size, cfg.vocab_size, normal(cfg.initializer_range)
@@ -96,7 +98,7 @@ class Model(nnx.Module):
             for segment in self.plan
         )
         self.out_res = AttnRes(cfg, dtype=dtype) if cfg.attn_res_block is not None else None
-        self.norm = Spec((d,), dtype, ("embed",), constant(1.0))
+        self.norm = Spec((d,), dtype, ("norm",), constant(1.0))
         self.head = None if cfg.tie_embeddings else Spec((d, v), dtype, ("embed", "vocab"), std)
         self.vision = VisionTower(cfg, dtype=dtype) if cfg.vision is not None else None
         self.projector = Projector(cfg, dtype=dtype) if cfg.vision is not None else None
@@ -219,13 +221,30 @@ def embed(model: Model, tokens_BT, features: Features | None = None, segments_BT
 
     What stands in padding is no placeholder.
     """
-    x_BTD = model.embed[tokens_BT].astype(activation_dtype(model))
+    look_up = island(
+        model.layout,
+        partial(_rows, layout=model.layout),
+        (dims("vocab", "embed"), dims("batch", "time")),
+        dims("batch", "time", None),
+    )
+    x_BTD = look_up(model.embed, tokens_BT).astype(activation_dtype(model))
     if features is None:
         return x_BTD
     holds_BT = tokens_BT == model.config.media_id
     if segments_BT is not None:
         holds_BT &= segments_BT > 0
-    return splice(x_BTD, holds_BT, features)
+    return pin(model.layout, splice(x_BTD, holds_BT, features), "batch", "time", None)
+
+
+def _rows(embed_VD: jax.Array, tokens_BT: jax.Array, *, layout: Layout | None) -> jax.Array:
+    """Rows of the table; of a table whose rows and columns lie on many devices, by looking up there and returning."""
+    if layout is None:
+        return embed_VD[tokens_BT]
+    apart, v = layout.over("embed"), embed_VD.shape[0]
+    at_BT = lax.all_gather(tokens_BT, apart, axis=0, tiled=True) - lax.axis_index("tp") * v
+    own_BT1 = ((at_BT >= 0) & (at_BT < v))[..., None]
+    x_BTd = lax.psum(jnp.where(own_BT1, embed_VD[jnp.clip(at_BT, 0, v - 1)], 0), "tp")
+    return lax.all_to_all(x_BTd, apart, split_axis=0, concat_axis=2, tiled=True)
 
 
 def trunk(
@@ -237,10 +256,11 @@ def trunk(
     A row whose tokens do not fit the caches comes out as NaN.
     """
     cfg = model.config
+    check_batch(model.layout, *x_BTD.shape[:2])
     if remat and caches is not None:
         raise ValueError("remat recomputes for gradients; with caches there are none to take")
     run = Run(cfg, tuple(s.repeats for s in model.plan), tracing=tracing, remat=remat)
-    ctx, caches, fits_B = _context(x_BTD.shape[:2], segments_BT, caches)
+    ctx, caches, fits_B = _context(x_BTD.shape[:2], segments_BT, caches, model.layout)
     layers = None if caches is None else caches.layers
     if cfg.attn_res_block is None:
         x_BTD, layers, aux = residual_stream(model.segments, x_BTD, ctx, layers, run)
@@ -261,10 +281,12 @@ def at_repeat(tree: Any, repeat: int | None) -> Any:
     return tree if repeat is None else jax.tree.map(lambda a: a[repeat], tree)
 
 
-def _context(shape, segments_BT, caches: Caches | None):
+def _context(shape, segments_BT, caches: Caches | None, layout: Layout | None):
     """Where the new tokens stand, the caches with them entered (layers not yet), and which rows had room."""
     if caches is None:
-        return Context(segments_BT), None, None
+        return Context(segments_BT, layout=layout), None, None
+    if layout is not None and layout.size("cp") > 1:
+        raise LayoutError(f"a mesh with cp = {layout.size('cp')} cuts sequences, and caches cannot be cut: legal is 1")
     if segments_BT is None:
         segments_BT = jnp.broadcast_to(jnp.maximum(caches.segment, 1)[:, None], shape)
     segments_BT = segments_BT.astype(jnp.int32)
@@ -277,7 +299,11 @@ def _context(shape, segments_BT, caches: Caches | None):
     started_B = jnp.where(caches.length > 0, caches.segment, segments_BT[:, 0])
     length_B = caches.length + new_B
     entered = Caches(caches.layers, keys_BS, length_B, jnp.where(new_B > 0, last_B, caches.segment))
-    return Context(segments_BT, slots_BT, keys_BS, started_B), entered, length_B <= caches.capacity
+    return Context(segments_BT, slots_BT, keys_BS, started_B, layout), entered, length_B <= caches.capacity
+
+
+def _cached(model: Model) -> bool:
+    return model.layout is None or model.layout.size("cp") == 1
 
 
 def unembed(model: Model, hidden: jax.Array) -> jax.Array:
@@ -289,9 +315,10 @@ def unembed(model: Model, hidden: jax.Array) -> jax.Array:
 def forward(model: Model, tokens_BT, *, segments=None, images: ImageBatch | None = None, caches: Caches | None = None):
     """-> logits float32 ``[B, T, V]``, caches. Positions of padding hold no meaning.
 
-    Without caches, new ones with room for exactly these tokens are made, so that a later call may go on (`grow` them).
+    Without caches, new ones with room for exactly these tokens are made, so that a later call may go on (`grow` them);
+    none where a mesh cuts the sequence.
     """
-    caches = init_caches(model, *tokens_BT.shape) if caches is None else caches
+    caches = init_caches(model, *tokens_BT.shape) if caches is None and _cached(model) else caches
     rows = Compaction.of(segments)
     segments_BT = None if segments is None else rows.forth(segments)
     x_BTD = embed(model, rows.forth(tokens_BT), image_features(model, images), segments_BT)
@@ -339,20 +366,26 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
 
     batch: ``tokens`` int32 [B, T]; optional ``segments`` int32 [B, T], ``loss_mask`` bool [B, T], ``images`` ImageBatch
     (placeholders expanded). metrics: ``tokens`` (targets counted, int32), ``correct`` (those that were the argmax),
-    ``expert_counts`` int32 [MoE layers, E]. remat: recompute layers in the backward pass instead of keeping their
-    intermediates.
+    ``expert_counts`` int32 [MoE layers, E], ``dropped`` int32 (assignments that no expert was given, for want of room
+    on the wire). remat: recompute layers in the backward pass instead of keeping their intermediates.
     """
     rows = Compaction.of(batch.get("segments"))
     by_token = {k: batch[k] for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
-    batch = dict(batch) | jax.tree.map(rows.forth, by_token)
+    batch = dict(batch) | {k: pin(model.layout, rows.forth(a), "batch", "time") for k, a in by_token.items()}
     targets_BT, counted_BT = next_token_targets(model, batch)
     features = image_features(model, batch.get("images"))
     x_BTD = embed(model, batch["tokens"], features, batch.get("segments"))
     hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
     total, correct = cross_entropy(model, hidden_BTD, targets_BT, counted_BT)
-    counts = [layer["expert_counts"] for layer in aux if "expert_counts" in layer]
+    moe = [layer for layer in aux if "expert_counts" in layer]
+    counts = [layer["expert_counts"] for layer in moe]
     metrics = {"tokens": jnp.sum(counted_BT, dtype=jnp.int32), "correct": correct}
-    return total, metrics | ({"expert_counts": jnp.stack(counts)} if counts else {})
+    if counts:
+        metrics |= {
+            "expert_counts": jnp.stack(counts),
+            "dropped": jnp.sum(jnp.stack([layer["dropped"] for layer in moe])),
+        }
+    return total, metrics
 
 
 def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax.Array, jax.Array]:
@@ -360,9 +393,26 @@ def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax
 
     A chunk of tokens at a time, each recomputed in the backward pass: ``[B, T, V]`` logits never exist.
     """
+    layout, axes = model.layout, ("embed", "vocab")
+    head = model.embed.T if model.head is None else model.head
+    tokens = dims("batch", "time")
+    summed = island(
+        layout,
+        partial(_nll, whole=layout is None),
+        (weight_axes(head, axes), dims("batch", "time", None), tokens, tokens),
+        (dims(), dims()),
+        whole=("embed",),
+    )
+    total, correct = summed(head, hidden_BTD, targets_BT, counted_BT)
+    return total, correct.astype(jnp.float32)
+
+
+def _nll(head, hidden_BTD, targets_BT, counted_BT, *, whole: bool) -> tuple[jax.Array, jax.Array]:
+    """The sums of `cross_entropy`, over all devices of which each has some of the tokens and of the vocabulary."""
     n, d = targets_BT.size, hidden_BTD.shape[-1]
     chunk = min(512, -(-n // 4))
     pad = -n % chunk
+    scores = _scores if whole else _scores_of_parts
 
     def chunks(a, *tail):
         return jnp.pad(a.reshape(n, *tail), [(0, pad)] + [(0, 0)] * len(tail)).reshape(-1, chunk, *tail)
@@ -370,10 +420,7 @@ def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax
     @jax.checkpoint
     def step(sums, xs):
         hidden_ND, targets_N, counted_N = xs
-        logits_NV = unembed(model, hidden_ND)
-        picked_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
-        nll_N = jax.nn.logsumexp(logits_NV, axis=1) - picked_N
-        hit_N = jnp.argmax(logits_NV, axis=1) == targets_N
+        nll_N, hit_N = scores(dot(hidden_ND, head, dtype=accumulator(hidden_ND.dtype)), targets_N)
         return (
             sums[0] + jnp.sum(jnp.where(counted_N, nll_N, 0)),
             sums[1] + jnp.sum(hit_N & counted_N, dtype=jnp.int32),
@@ -381,5 +428,25 @@ def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax
 
     zero = jnp.zeros((), accumulator(hidden_BTD.dtype))
     xs = chunks(hidden_BTD, d), chunks(targets_BT), chunks(counted_BT)
-    (total, correct), _ = lax.scan(step, (zero, jnp.zeros((), jnp.int32)), xs)
-    return total, correct.astype(jnp.float32)
+    sums, _ = lax.scan(step, (zero, jnp.zeros((), jnp.int32)), xs)
+    return sums if whole else lax.psum(sums, TOKENS)
+
+
+def _scores(logits_NV: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropies, and whether the target is the argmax."""
+    picked_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
+    return jax.nn.logsumexp(logits_NV, axis=1) - picked_N, jnp.argmax(logits_NV, axis=1) == targets_N
+
+
+def _scores_of_parts(logits_NV: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_scores` where every device along "tp" has the logits of its part of the vocabulary."""
+    v, parts = logits_NV.shape[1], lax.axis_size("tp")
+    at_N = targets_N - lax.axis_index("tp") * v
+    own_N = (at_N >= 0) & (at_N < v)
+    picked_N = jnp.take_along_axis(logits_NV, jnp.clip(at_N, 0, v - 1)[:, None], axis=1)[:, 0]
+    best_N = lax.stop_gradient(jnp.max(logits_NV, axis=1))
+    top_N = lax.pmax(best_N, "tp")
+    total_N = lax.psum(jnp.sum(jnp.exp(logits_NV - top_N[:, None]), axis=1), "tp")
+    first_N = jnp.where(best_N == top_N, jnp.argmax(logits_NV, axis=1) + lax.axis_index("tp") * v, v * parts)
+    nll_N = top_N + jnp.log(total_N) - lax.psum(jnp.where(own_N, picked_N, 0), "tp")
+    return nll_N, lax.pmin(first_N, "tp") == targets_N

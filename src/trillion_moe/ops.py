@@ -1,4 +1,4 @@
-"""The products that know how a weight is stored: `dot`, `grouped_dot`, `grouped_glu` and `dense`.
+"""The products that know how a weight is stored: `dot`, `grouped_dot`, `grouped_glu` and `dense`. And `einsum`.
 
 Which implementation of an operator they call is said by `using`, else by the platform. Shape suffixes: K contraction, N
 out, R routed rows, E experts, F expert hidden, r adapter rank.
@@ -6,6 +6,7 @@ out, R routed rows, E experts, F expert hidden, r adapter rank.
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import assert_never
 
 import jax
@@ -27,6 +28,7 @@ __all__ = [
     "activate",
     "dense",
     "dot",
+    "einsum",
     "grouped_dot",
     "grouped_glu",
     "implementation",
@@ -77,19 +79,36 @@ def dot(x: jax.Array, w: Weight, *, dtype: DTypeLike | None = None) -> jax.Array
     """``x [..., K] @ w [K, N] -> [..., N]`` in `dtype` (default x's), accumulated in float32 (float64 for float64)."""
     match w:
         case jax.Array():
-            y = lax.dot_general(
-                x,
-                w.astype(x.dtype),
-                (((x.ndim - 1,), (0,)), ((), ())),
-                preferred_element_type=accumulator(x.dtype),
-            )
-            return y.astype(dtype or x.dtype)
+            return einsum("...k,kn->...n", x, w.astype(x.dtype)).astype(dtype or x.dtype)
         case MXFP4():
             return dot(x, dense(w, x.dtype), dtype=dtype)
         case LoRA():
             return dot(x, w.base, dtype=dtype) + _scaled(dot(dot(x, w.a), w.b, dtype=dtype), w.scaling)
         case _:
             assert_never(w)
+
+
+def einsum(expression: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.einsum` of two arrays of one dtype, accumulated and given in float32 (float64 for float64).
+
+    Gradients of half-precision arrays are products in half precision, too: JAX would widen both sides of them.
+    """
+    if accumulator(a.dtype) == a.dtype:
+        return jnp.einsum(expression, a, b)
+    return _half_einsum(expression, a, b)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _half_einsum(expression: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(expression, a, b, preferred_element_type=accumulator(a.dtype))
+
+
+def _half_einsum_bwd(expression: str, operands: tuple[jax.Array, jax.Array], g: jax.Array):
+    narrow = partial(jnp.einsum, expression, preferred_element_type=operands[0].dtype)
+    return jax.vjp(narrow, *operands)[1](g.astype(operands[0].dtype))
+
+
+_half_einsum.defvjp(lambda expression, a, b: (_half_einsum(expression, a, b), (a, b)), _half_einsum_bwd)
 
 
 def grouped_dot(x_RK: jax.Array, w: Weight, group_sizes_E: jax.Array) -> jax.Array:

@@ -74,9 +74,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """epochs, or steps (updates) if given. batch_size: rows of one pass; accumulate: passes of one update, whose
-    gradients are summed and divided by all their supervised tokens. remat: recompute layers in the backward pass.
-    pack: several examples in a row. dropout: share of its inputs that an adapter does not see in a pass.
+    """epochs, or steps (updates) if given. batch_size: rows of one pass, null = one for each part that a mesh makes of
+    a batch; accumulate: passes of one update, whose gradients are summed and divided by all their supervised tokens.
+    remat: recompute layers in the backward pass. pack: several examples in a row. dropout: share of its inputs that an
+    adapter does not see in a pass.
 
     eval_every, save_every: updates between two; 0 = only at the end. keep: checkpoints besides the best one. patience:
     evaluations without a better loss after which to stop; None = never.
@@ -86,7 +87,7 @@ class TrainConfig:
 
     epochs: int = 1
     steps: int | None = None
-    batch_size: int = 8
+    batch_size: int | None = 8
     accumulate: int = 1
     remat: bool = True
     pack: bool = False
@@ -106,8 +107,8 @@ class TrainConfig:
 @dataclass(frozen=True)
 class RunConfig:
     """One run. model: the folder of a checkpoint. data: JSON lines to train on; eval_data: to evaluate on, or eval_rows
-    from the end of data. output: the run's folder. lora: null trains every weight. dtype: null keeps the checkpoint's.
-    examples: how rows become tokens and which of them have loss."""
+    from the end of data. output: the run's folder. mesh: the devices of the run, as `load` takes it. lora: null trains
+    every weight. dtype: null keeps the checkpoint's. examples: how rows become tokens and which of them have loss."""
 
     __pydantic_config__ = _STRICT
 
@@ -116,6 +117,7 @@ class RunConfig:
     eval_data: str | None = None
     eval_rows: int = 0
     output: str = "runs/train"
+    mesh: str | dict[str, int] | None = None
     seed: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     lora: LoRAConfig | None = field(default_factory=LoRAConfig)

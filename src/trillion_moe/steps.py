@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Integer
 from trillion_moe.layers.vision import Features
 from trillion_moe.model import Caches, Model, embed, loss_sum, trunk, unembed
 from trillion_moe.sampling import Sampler, choose
+from trillion_moe.sharding import pin_like
 from trillion_moe.transforms import combine
 
 Array = jax.Array | np.ndarray
@@ -103,14 +104,14 @@ def grad_step(trainable: Any, frozen: Any, batch: Any, *, remat: bool = True) ->
     """-> gradients of the *sum* of the counted cross-entropies, and the sums: ``loss`` and those of `model.loss_sum`.
 
     Only `trainable` is differentiated: frozen leaves have no gradient. Gradients and sums of several batches add up to
-    those of all of them together, whatever their numbers of counted tokens.
+    those of all of them together, whatever their numbers of counted tokens. They lie as their parameters do.
     """
 
     def objective(trainable):
         return loss_sum(combine(trainable, frozen), batch, remat=remat)
 
     (total, sums), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
-    return grads, sums | {"loss": total}
+    return pin_like(grads, combine(trainable, frozen)), sums | {"loss": total}
 
 
 def update_step(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, sums: Any):

@@ -61,7 +61,11 @@ class _Named:
 
     def layer(self, aux: Arrays) -> Arrays:
         flat = {"router_logits", "router_ids", "router_weights", "latent_in", "latent_sum"}
-        placed = {k: self.flat(v) if k in flat else self.place(v) for k, v in aux.items() if k != "expert_counts"}
+        placed = {
+            k: self.flat(v) if k in flat else self.place(v)
+            for k, v in aux.items()
+            if k not in ("expert_counts", "dropped")
+        }
         if "router_ids" in placed:
             order = jnp.argsort(placed["router_ids"], axis=1)
             for name in ("router_ids", "router_weights"):

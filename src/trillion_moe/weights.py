@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-Layout = Literal["nk", "kn"]
+PackedLayout = Literal["nk", "kn"]
 MXFP4_GROUP = 32  # consecutive values of K that share a scale
 
 
@@ -27,7 +27,7 @@ class MXFP4:
 
     packed: Any
     scale: Any
-    layout: Layout = dataclasses.field(default="nk", metadata={"static": True})
+    layout: PackedLayout = dataclasses.field(default="nk", metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -74,3 +74,33 @@ def parameters(weight: Any) -> int:
     """How many numbers a weight stands for, those of its adapter included."""
     adapter = math.prod(weight.a.shape) + math.prod(weight.b.shape) if isinstance(weight, LoRA) else 0
     return math.prod(matrix_shape(weight)) + adapter
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """The logical axes of an array, as a leaf of a tree (a tuple would be a branch). None is not cut."""
+
+    axes: tuple[str | None, ...]
+
+
+def weight_axes(weight: Any, axes: tuple[str, ...]) -> Any:
+    """Logical axes of every array of a weight that stands for one ``[*b, K, N]`` with these: a weight of `Dims`."""
+    *batch, k, n = axes if len(axes) > 1 else ("", *axes)
+    match weight:
+        case LoRA(base=base, a=a, b=b, slots=slots):
+            found = {"base": weight_axes(base, axes), "slots": None if slots is None else Dims(tuple(batch))}
+            for name, m, tail in (("a", a, (k, "lora_rank")), ("b", b, ("lora_rank", n))):
+                found[name] = Dims((*_adapter_batch(batch, len(m.shape) - 2, slots is not None), *tail))
+            return dataclasses.replace(weight, **found)
+        case MXFP4(layout=layout):
+            stored = Dims((*batch, n, k) if layout == "nk" else (*batch, k, n))
+            return dataclasses.replace(weight, packed=stored, scale=stored)
+        case _:
+            return Dims(axes)
+
+
+def _adapter_batch(batch: list[str], count: int, slotted: bool) -> list[str]:
+    """The dims before a matrix of an adapter: all of its base's, or all but the experts, whom it serves together."""
+    if count < len(batch):
+        return batch[:count]
+    return [*batch[:-1], "expert_slot"] if slotted else batch

@@ -13,7 +13,7 @@ from trillion_moe import checkpoint
 from trillion_moe.layers.block import LayerSpec
 from trillion_moe.model import Model, Segment, depth_plan
 from trillion_moe.transforms import quantize_experts
-from trillion_moe.weights import Layout
+from trillion_moe.weights import PackedLayout
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "U8": np.uint8, "F8_E8M0": np.uint8}
@@ -123,7 +123,11 @@ def write_index(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def load(
-    folder: Path, dtype: str | None = None, quantization: str = "keep", scan: bool | None = None, layout: Layout = "nk"
+    folder: Path,
+    dtype: str | None = None,
+    quantization: str = "keep",
+    scan: bool | None = None,
+    layout: PackedLayout = "nk",
 ):
     """What `tm.load` does with a folder of safetensors."""
     stored = checkpoint.read_config(folder)
@@ -132,7 +136,7 @@ def load(
 
 
 def blueprint_of(
-    stored, dtype: str | None = None, quantization: str = "keep", scan: bool | None = None, layout: Layout = "nk"
+    stored, dtype: str | None = None, quantization: str = "keep", scan: bool | None = None, layout: PackedLayout = "nk"
 ):
     cfg = stored if quantization == "keep" else dataclasses.replace(stored, quantization=None)
     blueprint = Model(cfg, dtype=dtype, plan=depth_plan(cfg, scan=scan))

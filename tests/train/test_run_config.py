@@ -183,7 +183,7 @@ def test_assignments_are_named_in_errors(tmp_path) -> None:
 
 # --- what is not legal ------------------------------------------------------------------------------------------------
 
-RUN = "no such field; legal here: model, data, eval_data, eval_rows, output, seed, dtype, lora, examples, optimizer, "
+RUN = "no such field; legal here: model, data, eval_data, eval_rows, output, mesh, seed, dtype, lora, examples, "
 WRONG = [
     ("foo=1", f"foo: {RUN}"),
     ("foo.bar=1", f"foo: {RUN}"),

@@ -13,10 +13,10 @@ from tests.numerics import rel_rms
 import trillion_moe as tm
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.data.rows import DataError
+from trillion_moe.optimizer import make_optimizer, schedule
 from trillion_moe.run_config import OptimizerConfig, RunConfigError
 from trillion_moe.train import NotFiniteError, checkpoints
 from trillion_moe.train import trainer as loop
-from trillion_moe.train.optimizer import make_optimizer, schedule
 from trillion_moe.train.report import Report, expert_load, read
 from trillion_moe.transforms.dropout import drop_inputs
 from trillion_moe.transforms.targets import places
@@ -141,7 +141,7 @@ def test_what_an_update_trains_and_says(unbroken, adapted, rows) -> None:
 def test_dropout_is_part_of_what_is_differentiated(unbroken, trainer, config) -> None:
     """Features that a pass leaves out have no gradient in it."""
     trainable, frozen = tm.partition(unbroken[1].model)
-    batch, key = loop.on_device(next(trainer(config()).batches)), jax.random.key(5)
+    batch, key = loop.on_devices(next(trainer(config()).batches), None), jax.random.key(5)
     grads, _ = loop._gradients(trainable, frozen, batch, key, remat=False, dropout=0.25)
     name = "layers.0.attention.o.a"
     grad, out = arrays(grads)[name], (arrays(drop_inputs(trainable, key, 0.25))[name] == 0).all(axis=-1)

@@ -19,7 +19,7 @@ from trillion_moe.transforms import (
     quantize_experts,
 )
 from trillion_moe.transforms.targets import dims, places
-from trillion_moe.weights import MXFP4, Layout, LoRA
+from trillion_moe.weights import MXFP4, LoRA, PackedLayout
 
 ROUTED = {
     "independent": LoRAConfig(rank=2, targets=("routed_experts",), routed="independent"),
@@ -120,7 +120,7 @@ def packed(model: Model):
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("name", ["shared_a", "slots"])
-def test_merge_into_packed_experts(model: Model, adapted, moved, name: str, layout: Layout) -> None:
+def test_merge_into_packed_experts(model: Model, adapted, moved, name: str, layout: PackedLayout) -> None:
     """The delta arrives, within half a step of e2m1; experts without an adapter keep their bytes."""
     grown = moved(adapted(quantize_experts(model, layout=layout), ROUTED[name]))
     merged, report = leaves(merge_lora(grown)), merge_report(grown)

@@ -15,7 +15,7 @@ from trillion_moe.model import Model
 from trillion_moe.ops import dense
 from trillion_moe.transforms import LoRAConfig, add_lora, cast, dequantize_experts, quantize_experts, split_segments
 from trillion_moe.transforms.targets import places
-from trillion_moe.weights import MXFP4, Layout, LoRA
+from trillion_moe.weights import MXFP4, LoRA, PackedLayout
 
 
 def leaves(model: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def shapes(tree) -> tuple:
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
-def test_blueprint_and_arrays_get_one_structure(scanned: Model, model: Model, layout: Layout) -> None:
+def test_blueprint_and_arrays_get_one_structure(scanned: Model, model: Model, layout: PackedLayout) -> None:
     blueprint, arrays = quantize_experts(scanned, layout=layout), quantize_experts(model, layout=layout)
     assert shapes(blueprint) == shapes(arrays)
     w = leaves(blueprint)["layers.2.ffn.experts.gate"]

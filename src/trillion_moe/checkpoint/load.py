@@ -19,6 +19,7 @@ from trillion_moe.checkpoint.safetensors_io import NAMES, NUMPY, Entry, Reader, 
 from trillion_moe.checkpoint.shards import Shards, find_shards
 from trillion_moe.config import ModelConfig
 from trillion_moe.kernels import mxfp4
+from trillion_moe.sharding import put, shardings
 from trillion_moe.weights import MXFP4, LoRA
 
 decode = jax.jit(mxfp4.decode, static_argnames=("dtype",))
@@ -89,7 +90,8 @@ def load_into(blueprint: Tree, folder: str | Path, stored: ModelConfig, *, keep_
     stored: the refined config of the *files*, with their quantization even if the blueprint is not quantized. A routed
     experts leaf that is an `MXFP4` of Specs takes the packed bytes as they are, in its layout; one that is a Spec is
     decoded. keep_dtypes: every tensor keeps its stored dtype; False casts to the Spec's. What is float32 by definition
-    (A_log, dt_bias, convolutions, o_norm, router bias) must be stored so and stays so.
+    (A_log, dt_bias, convolutions, o_norm, router bias) must be stored so and stays so. A blueprint that has a layout is
+    filled over its mesh.
 
     Every tensor of every file is consumed exactly once. Raises CheckpointError with all findings, before any array is
     put on a device; later only for a value that a cast would turn into infinity.
@@ -105,7 +107,11 @@ def load_into(blueprint: Tree, folder: str | Path, stored: ModelConfig, *, keep_
     homes = located.by_leaf()
     with Reader(located.shards.files) as reader:
         fill = _Fill(located, reader, keep_dtypes)
-        return treedef.unflatten([fill.leaf(leaf, homes[path]) for path, leaf in leaves])
+        layout = getattr(blueprint, "layout", None)
+        where = [None] * len(leaves) if layout is None else treedef.flatten_up_to(shardings(blueprint, layout))
+        return treedef.unflatten(
+            [_to_devices(fill.leaf(leaf, homes[path]), at) for (path, leaf), at in zip(leaves, where, strict=True)]
+        )
 
 
 def _unpackable(leaves: list[tuple[str, Any]], located: Located) -> Iterator[str]:
@@ -118,7 +124,7 @@ def _unpackable(leaves: list[tuple[str, Any]], located: Located) -> Iterator[str
 
 @dataclasses.dataclass(frozen=True)
 class _Fill:
-    """Reads one leaf after the other: the host holds no more than one."""
+    """Reads one leaf after the other, as arrays of the host: it holds no more than one."""
 
     located: Located
     reader: Reader
@@ -139,9 +145,9 @@ class _Fill:
             for e in range(slot.count):
                 held = to_held(slot, read(self.reader, slot, place, e))
                 out[slot.index(e)] = self._cast(held, out.dtype, slot, place, e)
-        return _to_device(out)
+        return out
 
-    def _bytes(self, leaf: MXFP4, part: str, homes: list[tuple[Slot, np.ndarray]]) -> jax.Array:
+    def _bytes(self, leaf: MXFP4, part: str, homes: list[tuple[Slot, np.ndarray]]) -> np.ndarray:
         out = np.empty(getattr(leaf, part).shape, np.uint8)
         for slot, place in homes:
             for e in range(slot.count):
@@ -150,9 +156,9 @@ class _Fill:
                     self.reader.into(int(place[e]["file"]), int(place[e]["start"]), target)
                 else:
                     target[...] = read(self.reader, slot, place, e).T
-        return _to_device(out)
+        return out
 
-    def _decoded(self, leaf: Spec, parts: dict[str, list[tuple[Slot, np.ndarray]]]) -> jax.Array:
+    def _decoded(self, leaf: Spec, parts: dict[str, list[tuple[Slot, np.ndarray]]]) -> np.ndarray:
         dtype = jnp.dtype(leaf.dtype)
         out = np.empty(leaf.shape, dtype)
         exact = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
@@ -161,7 +167,7 @@ class _Fill:
                 pair = read(self.reader, slot, place, e), read(self.reader, scale_slot, scale_place, e)
                 w_NK = np.asarray(decode(*pair, dtype=exact))
                 out[slot.index(e)] = self._cast(w_NK.T, dtype, slot, place, e)
-        return _to_device(out)
+        return out
 
     def _cast(self, array: np.ndarray, dtype: np.dtype, slot: Slot, place: np.ndarray, e: int) -> np.ndarray:
         if array.dtype == dtype:
@@ -174,8 +180,10 @@ class _Fill:
         return cast
 
 
-def _to_device(array: np.ndarray) -> jax.Array:
-    device = jnp.asarray(array)
-    if device.dtype != array.dtype:
-        raise ValueError(f"JAX holds {array.dtype} as {device.dtype}: set jax_enable_x64, or choose another dtype")
-    return device
+def _to_devices(weight: Any, where: Any) -> Any:
+    """The arrays of a weight on the devices that its shardings name; without any, where JAX puts them."""
+    found = jax.tree.map(jnp.asarray, weight) if where is None else jax.tree.map(put, weight, where)
+    for array, device in zip(jax.tree.leaves(weight), jax.tree.leaves(found), strict=True):
+        if device.dtype != array.dtype:
+            raise ValueError(f"JAX holds {array.dtype} as {device.dtype}: set jax_enable_x64, or choose another dtype")
+    return found

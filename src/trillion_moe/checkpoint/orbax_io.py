@@ -10,7 +10,7 @@ Orbax sees a flat dict of paths, so that neither nnx nor our weight types need b
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,7 +24,8 @@ from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.names import tree_leaves
 from trillion_moe.checkpoint.save import copy_files
 from trillion_moe.config import ModelConfig
-from trillion_moe.weights import MXFP4, Layout, LoRA, matrix_shape
+from trillion_moe.sharding import Layout, shardings
+from trillion_moe.weights import MXFP4, LoRA, PackedLayout, matrix_shape
 
 MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 2"
 STORABLE = ("float32", "bfloat16", "float16", "float64", "int32", "uint8")
@@ -56,8 +57,10 @@ def save_orbax(folder: str | Path, model: Any, *, beside: Sequence[Path] = ()) -
         write_text(temporary / MARKER, json.dumps(about, indent=1) + "\n")
 
 
-def load_orbax(folder: str | Path, build: Callable[[ModelConfig, str, Plan], Tree]) -> Tree:
-    """The model as it was saved, bit for bit.
+def load_orbax(
+    folder: str | Path, build: Callable[[ModelConfig, str, Plan], Tree], *, layout: Layout | None = None
+) -> Tree:
+    """The model as it was saved, bit for bit, over a mesh if a layout is given, whatever it was saved from.
 
     build: makes the plain blueprint of config, dtype and depth plan; the weights found take the place of its Specs.
     Raises CheckpointError for a folder that is absent, half-written, of another format or short of an array.
@@ -72,13 +75,26 @@ def load_orbax(folder: str | Path, build: Callable[[ModelConfig, str, Plan], Tre
     _refuse(folder, [f"{path}: not in the {where}" for path, where in odd.items()])
     missing = {name for path in paths for name in about.weights[path].names(path)} - set(about.arrays)
     _refuse(folder, [f"{MARKER}: no array {name}" for name in sorted(missing)])
-    arrays = _restore(folder, about.arrays)
-    weights = [about.weights[path].put_together(path, arrays) for path, _ in leaves]
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = {p: jax.ShapeDtypeStruct(tuple(s), jnp.dtype(d), sharding=here) for p, (d, s, _) in about.arrays.items()}
+    weights = [about.weights[path].put_together(path, target) for path, _ in leaves]
     shapes = [(path, matrix_shape(w), matrix_shape(spec)) for (path, spec), w in zip(leaves, weights, strict=True)]
     _refuse(
         folder, [f"{path} is {list(has)}, config.json makes it {list(due)}" for path, has, due in shapes if has != due]
     )
-    return treedef.unflatten(weights)
+    if layout is not None:
+        target = _over(layout, treedef.unflatten(weights), target)
+    arrays = _restore(folder, target, {path: was for path, (_, _, was) in about.arrays.items()})
+    model = treedef.unflatten([about.weights[path].put_together(path, arrays) for path, _ in leaves])
+    model.layout = layout
+    return model
+
+
+def _over(layout: Layout, model: Any, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays to restore, each where the layout has it; model: made of them."""
+    pairs = zip(jax.tree.leaves(model), jax.tree.leaves(shardings(model, layout)), strict=True)
+    where = {id(leaf): at for leaf, at in pairs}
+    return {p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where[id(a)]) for p, a in target.items()}
 
 
 def _refuse(folder: Path, findings: list[str]) -> None:
@@ -118,17 +134,15 @@ def _read_about(folder: Path) -> "About":
         raise CheckpointError(folder, wrong) from None
 
 
-def _restore(folder: Path, arrays: dict[str, tuple[str, tuple[int, ...], int]]) -> dict[str, jax.Array]:
+def _restore(folder: Path, target: dict[str, jax.ShapeDtypeStruct], sums: dict[str, int]) -> dict[str, jax.Array]:
     import orbax.checkpoint as ocp
 
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = {p: jax.ShapeDtypeStruct(tuple(s), jnp.dtype(d), sharding=device) for p, (d, s, _) in arrays.items()}
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             found = checkpointer.restore(folder / ARRAYS, target)
     except Exception as error:  # Orbax raises many kinds for an incomplete folder
         raise CheckpointError(folder, [f"Orbax cannot restore the arrays: {type(error).__name__}: {error}"]) from error
-    if damaged := [path for path, (_, _, was) in arrays.items() if checksum(found[path]) != was]:
+    if damaged := [path for path, was in sums.items() if checksum(found[path]) != was]:
         raise CheckpointError(folder, [f"{path}: its bytes are not those that were saved" for path in damaged])
     return found
 
@@ -150,7 +164,7 @@ class Plain:
     def names(self, path: str) -> list[str]:
         return [path]
 
-    def put_together(self, path: str, arrays: dict[str, jax.Array]) -> Any:
+    def put_together(self, path: str, arrays: Mapping[str, Any]) -> Any:
         return arrays[path]
 
 
@@ -158,13 +172,13 @@ class Plain:
 class Packed:
     """The two arrays of an MXFP4 weight."""
 
-    layout: Layout
+    layout: PackedLayout
     kind: Literal["MXFP4"] = "MXFP4"
 
     def names(self, path: str) -> list[str]:
         return [f"{path}.packed", f"{path}.scale"]
 
-    def put_together(self, path: str, arrays: dict[str, jax.Array]) -> Any:
+    def put_together(self, path: str, arrays: Mapping[str, Any]) -> Any:
         packed, scale = (arrays[name] for name in self.names(path))
         return MXFP4(packed, scale, layout=self.layout)
 
@@ -181,7 +195,7 @@ class Adapted:
     def names(self, path: str) -> list[str]:
         return [*self.base.names(f"{path}.base"), *(f"{path}.{name}" for name in self.arrays)]
 
-    def put_together(self, path: str, arrays: dict[str, jax.Array]) -> Any:
+    def put_together(self, path: str, arrays: Mapping[str, Any]) -> Any:
         own = {name: arrays[f"{path}.{name}"] for name in self.arrays}
         return LoRA(self.base.put_together(f"{path}.base", arrays), **own, scaling=self.scaling)
 

@@ -11,11 +11,12 @@ from trillion_moe.blueprint import Spec, constant
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, real_tokens, tap_into
 from trillion_moe.layers.kda import KDA
-from trillion_moe.layers.mla import MLA
+from trillion_moe.layers.mla import MLA, Positions
 from trillion_moe.layers.mlp import GatedMLP
 from trillion_moe.layers.moe import MoE
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.residual import AttnRes
+from trillion_moe.sharding import Layout, gathered, pin
 
 LayerCache = Any  # KDACache, MLACache or None, as the layer is
 Aux = dict[str, jax.Array]
@@ -38,25 +39,20 @@ class Context:
     slots_BT: position of each new token in the cache.
     key_segments_BS: document of each cached position, the new tokens included.
     cached_segment_B: document to which the cached states belong.
+    layout: the mesh over which all of this lies, None = one device.
     """
 
     segments_BT: Any = None
     slots_BT: Any = None
     key_segments_BS: Any = None
     cached_segment_B: Any = None
+    layout: Layout | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def visible(self, shape: tuple[int, ...]):
-        """Causal and within the document: a function from query positions to bool ``[B, t, S]``."""
+    def positions(self, shape: tuple[int, ...]) -> Positions:
+        """Of tokens ``[B, T]``, among themselves or in the cache."""
         slots_BT = jnp.broadcast_to(jnp.arange(shape[1]), shape) if self.slots_BT is None else self.slots_BT
         segments_BT = jnp.ones(shape, jnp.int32) if self.segments_BT is None else self.segments_BT
-        keys_BS = segments_BT if self.key_segments_BS is None else self.key_segments_BS
-
-        def of(queries) -> jax.Array:
-            q_slots_Bt1, q_segments_Bt1 = slots_BT[:, queries, None], segments_BT[:, queries, None]
-            causal = jnp.arange(keys_BS.shape[1]) <= q_slots_Bt1
-            return causal & (keys_BS[:, None] == q_segments_Bt1) & (q_segments_Bt1 > 0)
-
-        return of
+        return Positions(slots_BT, segments_BT, segments_BT if self.key_segments_BS is None else self.key_segments_BS)
 
 
 class Block(nnx.Module):
@@ -72,9 +68,9 @@ class Block(nnx.Module):
     def __init__(self, cfg: ModelConfig, kind: LayerSpec, *, dtype: str):
         d = cfg.hidden_size
         self.kind = kind
-        self.attn_norm = Spec((d,), dtype, ("embed",), constant(1.0))
+        self.attn_norm = Spec((d,), dtype, ("norm",), constant(1.0))
         self.attention = KDA(cfg, dtype=dtype) if kind.attention == "kda" else MLA(cfg, dtype=dtype)
-        self.ffn_norm = Spec((d,), dtype, ("embed",), constant(1.0))
+        self.ffn_norm = Spec((d,), dtype, ("norm",), constant(1.0))
         self.ffn = MoE(cfg, dtype=dtype) if kind.ffn == "moe" else GatedMLP(cfg, cfg.dense_hidden_size, dtype=dtype)
         has_res = cfg.attn_res_block is not None
         self.attn_res = AttnRes(cfg, dtype=dtype) if has_res else None
@@ -85,23 +81,26 @@ class Block(nnx.Module):
             return self.attention.empty_cache(cfg, batch, dtype)
         return self.attention.empty_cache(cfg, batch, capacity, dtype)
 
+    def collected(self, cfg: ModelConfig, layout: Layout | None) -> "Block":
+        """The block as it is used: its weights whole along "embed"."""
+        return gathered(layout, self, lambda: Block(cfg, self.kind, dtype="float32"))
+
     def attend(self, h_BTD, ctx: Context, cache: LayerCache, cfg: ModelConfig, tap: Tap = None):
         """-> attention output ``[B, T, D]``, updated cache."""
         x_BTD = rms_norm(h_BTD, self.attn_norm, cfg.rms_norm_eps)
         if isinstance(self.attention, KDA):
-            out_BTD, cache = self.attention(x_BTD, ctx.segments_BT, cfg, cache, ctx.cached_segment_B, tap)
+            out_BTD, cache = self.attention(x_BTD, ctx.segments_BT, cfg, cache, ctx.cached_segment_B, ctx.layout, tap)
         else:
-            out_BTD, cache = self.attention(x_BTD, ctx.visible(x_BTD.shape[:2]), cfg, cache, ctx.slots_BT)
+            out_BTD, cache = self.attention(x_BTD, ctx.positions(x_BTD.shape[:2]), cfg, cache, ctx.layout)
         tap_into(tap, attn_in=h_BTD, attn_out=out_BTD)
-        return out_BTD, cache
+        return pin(ctx.layout, out_BTD, "batch", "time", None), cache
 
     def feed(self, h_BTD, ctx: Context, cfg: ModelConfig, tap: Tap = None) -> tuple[jax.Array, Aux]:
-        """-> feed-forward output ``[B, T, D]``, and for a MoE its ``expert_counts`` int32 [E]."""
+        """-> feed-forward output ``[B, T, D]``, and for a MoE its ``expert_counts`` int32 [E] and ``dropped`` int32."""
         x_BTD = rms_norm(h_BTD, self.ffn_norm, cfg.rms_norm_eps)
         if isinstance(self.ffn, MoE):
-            out_BTD, counts_E = self.ffn(x_BTD, real_tokens(ctx.segments_BT, x_BTD.shape[:2]), cfg, tap)
-            aux = {"expert_counts": counts_E}
+            out_BTD, aux = self.ffn(x_BTD, real_tokens(ctx.segments_BT, x_BTD.shape[:2]), cfg, ctx.layout, tap)
         else:
             out_BTD, aux = self.ffn(x_BTD, cfg), {}
         tap_into(tap, ffn_in=h_BTD, ffn_out=out_BTD)
-        return out_BTD, aux
+        return pin(ctx.layout, out_BTD, "batch", "time", None), aux

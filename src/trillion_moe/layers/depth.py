@@ -39,7 +39,7 @@ def residual_stream(segments: Segments, x_BTD, ctx: Context, caches: LayerCaches
     """``x += attend(x); x += feed(x)`` through every layer -> x, caches, aux per segment and layer."""
 
     def layer(x_BTD, block: Block, cache):
-        tap = {} if run.tracing else None
+        tap, block = {} if run.tracing else None, block.collected(run.cfg, ctx.layout)
         attn_BTD, cache = block.attend(x_BTD, ctx, cache, run.cfg, tap)
         x_BTD = x_BTD + attn_BTD
         ffn_BTD, aux = block.feed(x_BTD, ctx, run.cfg, tap)
@@ -88,6 +88,7 @@ def _run_bank(segments: Segments, bank_NBTD, ctx: Context, caches: LayerCaches, 
 def _bank_layer(block: Block, cache, bank_NBTD, b, prefix_BTD, ctx: Context, run: Run):
     """One layer of block b -> the block's running sum, which is no source of the block's first mix."""
     cfg, tap = run.cfg, {} if run.tracing else None
+    block = block.collected(cfg, ctx.layout)
     h_BTD = block.attn_res(bank_NBTD, b, prefix_BTD, cfg.rms_norm_eps)
     attn_BTD, cache = block.attend(h_BTD, ctx, cache, cfg, tap)
     prefix_BTD = attn_BTD if prefix_BTD is None else prefix_BTD + attn_BTD

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from trillion_moe.blueprint import Spec, constant, log_uniform, normal, uniform
 from trillion_moe.config import ModelConfig
@@ -14,6 +15,7 @@ from trillion_moe.kernels import linear_attention
 from trillion_moe.layers import Tap, tap_into
 from trillion_moe.layers.norm import rms_scale
 from trillion_moe.ops import accumulator, dot, implementation
+from trillion_moe.sharding import Layout, dims, island
 
 
 @jax.tree_util.register_dataclass
@@ -21,10 +23,10 @@ from trillion_moe.ops import accumulator, dot, implementation
 class KDACache:
     """conv_q, conv_k, conv_v: the last W-1 inputs of each convolution [B, W-1, C]; state float32 [B, H, K, V]."""
 
-    conv_q: jax.Array
-    conv_k: jax.Array
-    conv_v: jax.Array
-    state: jax.Array
+    conv_q: Any
+    conv_k: Any
+    conv_v: Any
+    state: Any
 
 
 class KDA(nnx.Module):
@@ -73,43 +75,39 @@ class KDA(nnx.Module):
         state = jnp.zeros((batch, m.num_heads, m.head_dim, m.head_dim), accumulator(dtype))
         return KDACache(jnp.zeros(conv, dtype), jnp.zeros(conv, dtype), jnp.zeros(conv, dtype), state)
 
-    def __call__(self, x_BTD, segments_BT, cfg: ModelConfig, cache: KDACache | None, cached_segment_B, tap: Tap = None):
+    def __call__(
+        self,
+        x_BTD,
+        segments_BT,
+        cfg: ModelConfig,
+        cache: KDACache | None,
+        cached_segment_B,
+        layout: Layout | None = None,
+        tap: Tap = None,
+    ):
         """-> output ``[B, T, D]``, updated cache (None if none was given).
 
-        cached_segment_B: the document the cache belongs to; a row that starts another one starts from zero.
+        cached_segment_B: the document the cache belongs to; a row that starts another one starts from zero. A sequence
+        that is cut over devices starts from nothing.
         """
-        m, acc = cfg.kda, accumulator(x_BTD.dtype)
-        heads = (*x_BTD.shape[:2], m.num_heads, m.head_dim)
-        inputs = [dot(x_BTD, projection) for projection in (self.q, self.k, self.v)]
+        acc = accumulator(x_BTD.dtype)
+        inputs = tuple(dot(x_BTD, projection) for projection in (self.q, self.k, self.v))
         tap_into(tap, conv_in_q=inputs[0], conv_in_k=inputs[1], conv_in_v=inputs[2])
-        history = (None, None, None) if cache is None else (cache.conv_q, cache.conv_k, cache.conv_v)
-        conv = partial(linear_attention.short_conv, segments=segments_BT, history_segment=cached_segment_B)
-        convolved, conv_caches = zip(
-            *map(
-                lambda x, taps, past: conv(x, taps, history=past),
-                inputs,
-                (self.q_conv, self.k_conv, self.v_conv),
-                history,
-            ),
-            strict=True,
-        )
-        q, k, v = (c.reshape(heads) for c in convolved)
-        q, k = linear_attention.l2norm(q), linear_attention.l2norm(k)
-        q = q * jnp.asarray(m.head_dim**-0.5, q.dtype)
-        out_BTHV, state = linear_attention.kda(
-            q,
-            k,
-            v,
-            self.log_decay(x_BTD, cfg),
-            jax.nn.sigmoid(dot(x_BTD, self.beta).astype(acc)),
-            state=None if cache is None else cache.state,
-            segments=segments_BT,
-            state_segment=cached_segment_B,
-            impl=implementation("kda", x_BTD.dtype),
-        )
-        y_BTC = self._gated_norm(out_BTHV, x_BTD, cfg).reshape(*x_BTD.shape[:2], -1)
+        channels, heads = dims("batch", "time", "heads"), dims("batch", "time", "heads", None)
+        states = None
         if cache is not None:
-            cache = KDACache(conv_caches[0], conv_caches[1], conv_caches[2], state)
+            conv = dims("batch", None, "heads")
+            states = KDACache(conv, conv, conv, dims("batch", "heads", None, None))
+        mix = island(
+            layout,
+            partial(_mix, head_dim=cfg.kda.head_dim, cut=layout is not None and layout.size("cp") > 1),
+            (channels, dims("heads", None), heads, channels, dims("batch", "time"), states, dims("batch")),
+            (heads, states),
+        )
+        taps = (self.q_conv, self.k_conv, self.v_conv)
+        beta_BTH = jax.nn.sigmoid(dot(x_BTD, self.beta).astype(acc))
+        out_BTHV, cache = mix(inputs, taps, self.log_decay(x_BTD, cfg), beta_BTH, segments_BT, cache, cached_segment_B)
+        y_BTC = self._gated_norm(out_BTHV, x_BTD, cfg).reshape(*x_BTD.shape[:2], -1)
         return dot(y_BTC, self.o), cache
 
     def log_decay(self, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -125,3 +123,60 @@ class KDA(nnx.Module):
         gate_BTC = dot(x_BTD, self.gate) if self.gate is not None else dot(dot(x_BTD, self.gate_a), self.gate_b)
         normed = o_BTHV.astype(acc) * rms_scale(o_BTHV, cfg.rms_norm_eps) * self.o_norm.astype(acc)
         return (normed * jax.nn.sigmoid(gate_BTC.astype(acc)).reshape(normed.shape)).astype(x_BTD.dtype)
+
+
+def _mix(
+    inputs: tuple[jax.Array, ...], taps: tuple[jax.Array, ...], g_BTHK, beta_BTH, segments_BT, cache: KDACache | None,
+    cached_segment_B, *, head_dim: int, cut: bool,
+):  # fmt: skip
+    """Convolutions, norms and the recurrence over the heads and tokens of one device -> ``[B, T, H, V]``, cache.
+
+    cut: the sequence goes on from the device before along "cp"; then without a cache.
+    """
+    before_B, history = cached_segment_B, (None, None, None)
+    if cache is not None:
+        history = (cache.conv_q, cache.conv_k, cache.conv_v)
+    if cut:
+        segments_BT = jnp.ones(g_BTHK.shape[:2], jnp.int32) if segments_BT is None else segments_BT
+        before_B = _from_before(segments_BT[:, -1])
+        history = tuple(_last_inputs(x, segments_BT, w.shape[1] - 1) for x, w in zip(inputs, taps, strict=True))
+    conv = partial(linear_attention.short_conv, segments=segments_BT, history_segment=before_B)
+    found = [conv(x, w, history=past) for x, w, past in zip(inputs, taps, history, strict=True)]
+    q, k, v = (y.reshape(*y.shape[:2], -1, head_dim) for y, _ in found)
+    q, k = linear_attention.l2norm(q), linear_attention.l2norm(k)
+    q = q * jnp.asarray(head_dim**-0.5, q.dtype)
+    where: dict[str, Any] = {
+        "segments": segments_BT, "state_segment": before_B, "impl": implementation("kda", q.dtype)
+    }  # fmt: skip
+    state = None if cache is None else cache.state
+    if cut:
+        state = _entering(linear_attention.kda_range(k, v, g_BTHK, beta_BTH, **where))
+    out_BTHV, state = linear_attention.kda(q, k, v, g_BTHK, beta_BTH, state=state, **where)
+    if cache is not None:
+        cache = KDACache(found[0][1], found[1][1], found[2][1], state)
+    return out_BTHV, cache
+
+
+def _last_inputs(x_BTC: jax.Array, segments_BT: jax.Array, count: int) -> jax.Array:
+    """The inputs right before this device's tokens, zeros where they are not of the last one's document."""
+    at = segments_BT.shape[1] - count
+    same_BW1 = (segments_BT[:, at:] == segments_BT[:, -1:])[..., None]
+    return _from_before(jnp.where(same_BW1, x_BTC[:, at:], 0))
+
+
+def _from_before(x: jax.Array) -> jax.Array:
+    """What the device before along "cp" has; zeros on the first."""
+    return lax.ppermute(x, "cp", [(i, i + 1) for i in range(lax.axis_size("cp") - 1)])
+
+
+def _entering(mine: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The state before this device's tokens, from what the tokens of each device do to a state."""
+    m_PBHKK, c_PBHKV = (lax.all_gather(a, "cp") for a in mine)
+    earlier_P = jnp.arange(m_PBHKK.shape[0]) < lax.axis_index("cp")
+
+    def through(state, device):
+        m, c, earlier = device
+        after = jnp.einsum("bhij,bhjv->bhiv", m, state, precision=lax.Precision.HIGHEST) + c
+        return jnp.where(earlier, after, state), None
+
+    return lax.scan(through, jnp.zeros_like(c_PBHKV[0]), (m_PBHKK, c_PBHKV, earlier_P))[0]

@@ -1,5 +1,6 @@
 """Mixture of experts: routing, the permutation of rows to experts and back, latent width, shared experts."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,15 @@ from jax import lax
 from trillion_moe.blueprint import Spec, constant, normal
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, tap_into
+from trillion_moe.layers.exchange import TRANSPORTS, Transport
 from trillion_moe.layers.mlp import GatedMLP, activation_of
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.router import Router
 from trillion_moe.ops import accumulator, dot, grouped_dot, grouped_glu
+from trillion_moe.sharding import BATCH, Layout, axes_like, dims, island
+
+TOKENS = (*BATCH, "cp")  # the mesh axes over which tokens lie
+COUNTED = 128  # rows in which those of one expert are counted by comparing each with each
 
 
 class Experts(nnx.Module):
@@ -58,50 +64,164 @@ class MoE(nnx.Module):
         self.experts = Experts(cfg, dtype=dtype)
         self.shared = GatedMLP(cfg, moe.num_shared * moe.hidden_size, dtype=dtype) if moe.num_shared else None
         self.latent_down = Spec((d, latent), dtype, ("embed", "latent"), std) if latent else None
-        self.latent_norm = Spec((latent,), dtype, ("latent",), constant(1.0)) if latent and moe.latent_norm else None
+        self.latent_norm = Spec((latent,), dtype, ("norm",), constant(1.0)) if latent and moe.latent_norm else None
         self.latent_up = Spec((latent, d), dtype, ("latent", "embed"), std) if latent else None
 
     def __call__(
-        self, x_BTD: jax.Array, real_BT: jax.Array, cfg: ModelConfig, tap: Tap = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """-> output ``[B, T, D]`` and int32 ``[E]``, the number of real tokens each expert was given.
+        self, x_BTD: jax.Array, real_BT: jax.Array, cfg: ModelConfig, layout: Layout | None = None, tap: Tap = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """-> output ``[B, T, D]``, ``expert_counts`` int32 [E] (real tokens given to each expert) and ``dropped``.
 
-        Padding is never routed: it is in no group, no count, and its routed output is 0.
+        dropped: int32, assignments of real tokens to experts that their transport had no room for. Padding is never
+        routed: it is in no group, no count, and its routed output is 0.
         """
-        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        ids_NK, weights_NK, logits_NE = self.router(x_ND, cfg)
-        z_NL = x_ND if self.latent_down is None else dot(x_ND, self.latent_down)
-        routed_NL, counts_E = self._routed(z_NL, ids_NK, weights_NK, real_BT.reshape(-1), cfg)
-        tap_into(
-            tap,
-            router_logits=logits_NE,
-            router_ids=ids_NK,
-            router_weights=weights_NK,
-            latent_in=z_NL,
-            latent_sum=routed_NL,
+        z_BTL = x_BTD if self.latent_down is None else dot(x_BTD, self.latent_down)
+        tokens, bank = dims("batch", "time", None), axes_like(self.experts, Experts(cfg, dtype="float32"))
+        routed = island(
+            layout,
+            partial(_routed, cfg=cfg, layout=layout),
+            (dims(), bank, tokens, tokens, dims("batch", "time")),
+            (tokens, dims(), {"router_ids": tokens, "router_weights": tokens, "router_logits": tokens}),
         )
+        routed_BTL, counts, taps = routed(self.router, self.experts, x_BTD, z_BTL, real_BT)
+        tap_into(tap, **{name: a.reshape(-1, a.shape[-1]) for name, a in taps.items()})
+        tap_into(tap, latent_in=_flat(z_BTL), latent_sum=_flat(routed_BTL))
         if self.latent_norm is not None:
-            routed_NL = rms_norm(routed_NL, self.latent_norm, cfg.rms_norm_eps)
-        y_ND = routed_NL if self.latent_up is None else dot(routed_NL, self.latent_up)
-        y_BTD = y_ND.reshape(x_BTD.shape)
+            routed_BTL = rms_norm(routed_BTL, self.latent_norm, cfg.rms_norm_eps)
+        y_BTD = routed_BTL if self.latent_up is None else dot(routed_BTL, self.latent_up)
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD, cfg)
             tap_into(tap, shared_out=shared_BTD)
             y_BTD = y_BTD + shared_BTD
-        return y_BTD, counts_E
+        return y_BTD, counts
 
-    def _routed(self, z_NL, ids_NK, weights_NK, real_N, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
-        e, (n, k) = cfg.moe.num_experts, ids_NK.shape
-        ids_R = jnp.where(real_N[:, None], ids_NK, e).reshape(-1)
-        order_R = jnp.argsort(ids_R, stable=True)
-        place_R = jnp.argsort(order_R)
-        counts_E = jnp.sum(ids_R[:, None] == jnp.arange(e)[None, :], axis=0, dtype=jnp.int32)
-        rows_RL = _dispatch(z_NL, order_R, place_R, k)
-        y_RL = self.experts(rows_RL, counts_E, cfg)
-        y_NKL = _permute(y_RL, place_R, order_R).reshape(n, k, -1)
-        acc = accumulator(z_NL.dtype)
-        sum_NL = jnp.einsum("nkl,nk->nl", y_NKL.astype(acc), weights_NK, precision=lax.Precision.HIGHEST)
-        return sum_NL.astype(z_NL.dtype), counts_E
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Tokens and what they ask for: x ``[N, L]``, ids int32 and weights float32 ``[N, K]`` of their experts."""
+
+    x: jax.Array
+    ids: jax.Array
+    weights: jax.Array
+
+
+def _flat(x_BTN: jax.Array) -> jax.Array:
+    return x_BTN.reshape(-1, x_BTN.shape[-1])
+
+
+def _routed(router: Router, experts: Experts, x_BTD, z_BTL, real_BT, *, cfg: ModelConfig, layout: Layout | None):
+    """Tokens of one device through experts wherever they are -> sums ``[B, T, L]``, counts, what the router said."""
+    e, shape = cfg.moe.num_experts, z_BTL.shape
+    x_ND, z_NL, real_N = _flat(x_BTD), _flat(z_BTL), real_BT.reshape(-1)
+    ids_NK, weights_NK, logits_NE = router(x_ND, cfg)
+    wanted_NK = jnp.where(real_N[:, None], ids_NK, e)
+    counts_E = jnp.sum(wanted_NK.reshape(-1, 1) == jnp.arange(e), axis=0, dtype=jnp.int32)
+    if layout is None:
+        y_NL, dropped = apply_experts(experts, Rows(z_NL, wanted_NK, weights_NK), e, cfg), jnp.zeros((), jnp.int32)
+    else:
+        y_NL, dropped = _over_devices(experts, z_NL, wanted_NK, weights_NK, cfg, layout)
+        counts_E = lax.psum(counts_E, TOKENS)
+    taps = {"router_ids": ids_NK, "router_weights": weights_NK, "router_logits": logits_NE}
+    taps = {name: a.reshape(*shape[:2], -1) for name, a in taps.items()}
+    return y_NL.reshape(shape), {"expert_counts": counts_E, "dropped": dropped}, taps
+
+
+def _over_devices(experts: Experts, z_NL, ids_NK, weights_NK, cfg: ModelConfig, layout: Layout):
+    """-> weighted sums ``[N, L]``, and how many assignments were dropped on all devices together.
+
+    Devices along "tp" hold the same tokens: each takes its share of them, unless experts are cut along it too.
+    """
+    n, e, within = len(z_NL), cfg.moe.num_experts, "tp" in layout.over("expert_mlp")
+    parts = 1 if within else layout.size("tp")
+    each = -(-n // (parts * layout.chunks))
+    at = 0 if parts == 1 else lax.axis_index("tp")
+
+    def mine(a_N: jax.Array, fill: int = 0) -> jax.Array:
+        padded = jnp.pad(a_N, ((0, parts * layout.chunks * each - n), (0, 0)), constant_values=fill)
+        share = lax.dynamic_slice_in_dim(padded, at * layout.chunks * each, layout.chunks * each)
+        return share.reshape(layout.chunks, each, -1)
+
+    y_CNL, dropped = _in_chunks(experts, Rows(mine(z_NL), mine(ids_NK, e), mine(weights_NK)), cfg, layout)
+    y_NL = y_CNL.reshape(-1, y_CNL.shape[-1])
+    y_NL = lax.psum(y_NL, "tp") if within else lax.all_gather(y_NL, "tp", axis=0, tiled=True)
+    return y_NL[:n], lax.psum(dropped, TOKENS if parts == 1 else (*TOKENS, "tp"))
+
+
+def _in_chunks(experts: Experts, x: Rows, cfg: ModelConfig, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """Rows ``[C, N, ...]`` through the exchange -> ``[C, N, L]``, and how many assignments were dropped here.
+
+    While the experts work on one chunk, the next is underway.
+    """
+    if layout.size("ep") == 1:
+        e = cfg.moe.num_experts
+        through = jax.checkpoint(lambda x: apply_experts(experts, x, e, cfg))
+        return lax.map(through, x), jnp.zeros((), jnp.int32)
+
+    def exchange(x: Rows) -> Transport:
+        device_NK = x.ids // (cfg.moe.num_experts // layout.size("ep"))  # P for no expert
+        wanted_NP = jnp.any(device_NK[:, :, None] == jnp.arange(layout.size("ep")), axis=1)
+        return TRANSPORTS[layout.transport](wanted_NP, "ep", min(wanted_NP.shape[1], cfg.moe.top_k), layout.capacity)
+
+    @jax.checkpoint
+    def step(arrived: Rows, now_and_next: tuple[Rows, Rows]):
+        now, after = now_and_next
+        coming = _arrivals(exchange(after), after, cfg, layout)
+        here = exchange(now)
+        y_NL = here.combine(apply_experts(experts, arrived, cfg.moe.num_experts // layout.size("ep"), cfg))
+        return coming, (y_NL, _dropped(here.sent_NP, now.ids, cfg.moe.num_experts // layout.size("ep")))
+
+    nothing = Rows(
+        jnp.zeros_like(x.x[:1]), jnp.full_like(x.ids[:1], cfg.moe.num_experts), jnp.zeros_like(x.weights[:1])
+    )
+    after = jax.tree.map(lambda a, last: jnp.concatenate([a[1:], last]), x, nothing)
+    first = jax.tree.map(lambda a: a[0], x)
+    _, (y_CNL, dropped_C) = lax.scan(step, _arrivals(exchange(first), first, cfg, layout), (x, after))
+    return y_CNL, jnp.sum(dropped_C)
+
+
+def _arrivals(exchange: Transport, x: Rows, cfg: ModelConfig, layout: Layout) -> Rows:
+    """The rows that come to this device, experts counted from its first; what is another's has no expert here."""
+    local = cfg.moe.num_experts // layout.size("ep")
+    # Zeros arrive in empty slots: expert i travels as i + 1.
+    ids_MK = exchange.dispatch(x.ids + 1) - 1 - lax.axis_index("ep") * local
+    ids_MK = jnp.where((ids_MK >= 0) & (ids_MK < local), ids_MK, local)
+    return Rows(exchange.dispatch(x.x), ids_MK, exchange.dispatch(x.weights))
+
+
+def _dropped(sent_NP: jax.Array, ids_NK: jax.Array, local: int) -> jax.Array:
+    """How many assignments are to a device to which their token does not go."""
+    sent_or_none_NP = jnp.pad(sent_NP, ((0, 0), (0, 1)), constant_values=True)
+    return jnp.sum(~jnp.take_along_axis(sent_or_none_NP, ids_NK // local, axis=1), dtype=jnp.int32)
+
+
+def apply_experts(experts: Experts, x: Rows, e: int, cfg: ModelConfig) -> jax.Array:
+    """``sum_k weights[n, k] * expert[ids[n, k]](x[n])`` -> ``[N, L]``; an id of e is no expert."""
+    n, k = x.ids.shape
+    order_R, place_R, counts_E = _by_expert(x.ids.reshape(-1), e)
+    y_RL = experts(_dispatch(x.x, order_R, place_R, k), counts_E, cfg)
+    y_NKL = _permute(y_RL, place_R, order_R).reshape(n, k, -1)
+    acc = accumulator(x.x.dtype)
+    # Not a product of matrices: fused into one pass, rows are never widened in memory.
+    return jnp.sum(y_NKL.astype(acc) * x.weights[:, :, None].astype(acc), axis=1).astype(x.x.dtype)
+
+
+def _by_expert(ids_R: jax.Array, e: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows in the order of their experts, what has none last, else as they come: the row at each place, the place of
+    each row, and int32 [E] rows of each expert.
+
+    By counting: rows of the same expert in blocks before, then in the own block. Accelerators sort slowly.
+    """
+    rows = ids_R.shape[0]
+    ids_CB = jnp.pad(ids_R, (0, -rows % COUNTED), constant_values=e).reshape(-1, COUNTED)
+    counts_CE = jnp.sum(ids_CB[:, :, None] == jnp.arange(e + 1), axis=1, dtype=jnp.int32)
+    counts_E = jnp.sum(counts_CE, axis=0)
+    before_CE = jnp.cumsum(counts_CE, axis=0) - counts_CE + jnp.cumsum(counts_E) - counts_E
+    same_CBB = (ids_CB[:, :, None] == ids_CB[:, None, :]) & jnp.tri(COUNTED, k=-1, dtype=bool)
+    place_CB = jnp.take_along_axis(before_CE, ids_CB, axis=1) + jnp.sum(same_CBB, axis=2, dtype=jnp.int32)
+    place_R = place_CB.reshape(-1)[:rows]
+    order_R = jnp.zeros(rows, jnp.int32).at[place_R].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
+    return order_R, place_R, counts_E[:e]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -20,8 +20,8 @@ class AttnRes(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, dtype: str):
         d = cfg.hidden_size
-        self.norm = Spec((d,), dtype, ("embed",), constant(1.0))
-        self.query = Spec((d,), dtype, ("embed",), normal(cfg.initializer_range))
+        self.norm = Spec((d,), dtype, ("norm",), constant(1.0))
+        self.query = Spec((d,), dtype, ("norm",), normal(cfg.initializer_range))
 
     def __call__(
         self, bank_NBTD: jax.Array, last: int | jax.Array, prefix_BTD: jax.Array | None, eps: float

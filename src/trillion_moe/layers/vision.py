@@ -131,7 +131,7 @@ class Projector(nnx.Module):
         size = v.projector_size
         self.proj_0 = Spec((size, size), dtype, ("vision_window", "vision_mlp"), std)
         self.proj_2 = Spec((size, v.text_hidden_size), dtype, ("vision_mlp", "embed"), std)
-        self.norm = Spec((v.text_hidden_size,), dtype, ("embed",), constant(1.0))
+        self.norm = Spec((v.text_hidden_size,), dtype, ("norm",), constant(1.0))
 
     def __call__(self, merged_MWD: jax.Array, cfg: ModelConfig, tap: Tap = None) -> jax.Array:
         """``[M, W, D] -> [M, N]``."""

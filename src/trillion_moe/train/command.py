@@ -23,7 +23,7 @@ from trillion_moe.data.rows import DataError, read_rows
 from trillion_moe.model import Model
 from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
 from trillion_moe.train.report import picture
-from trillion_moe.train.trainer import Trainer, count_updates
+from trillion_moe.train.trainer import Trainer, count_updates, rows_of_a_pass
 from trillion_moe.transforms import add_lora, count_by_group, partition
 from trillion_moe.transforms.targets import places
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     processor = load_processor(config.model, cfg)
     train, held_out = _examples(config, cfg, processor)
     print(statistics(train), file=sys.stderr)
-    model = _adapted(load(config.model, dtype=config.dtype), config)
+    model = _adapted(load(config.model, dtype=config.dtype, mesh=config.mesh), config)
     if args.dry_run:
         _describe(model, config, train, processor)
         return 0
@@ -129,8 +129,9 @@ def _describe(model: Model, config: RunConfig, train: Examples, processor: Proce
     else:
         for group, (matrices, parameters) in count_by_group(model).items():
             print(f"adapters on {group:16} {matrices:10,} matrices {parameters:12,} parameters")
-    updates, rows = count_updates(config, train), config.train.batch_size * config.train.accumulate
-    print(f"{updates:,} updates of {rows:,} rows, {len(train.items):,} examples")
+    rows = rows_of_a_pass(config, model.layout)
+    updates = count_updates(config, train, rows)
+    print(f"{updates:,} updates of {rows * config.train.accumulate:,} rows, {len(train.items):,} examples")
     for example in train.items[:SHOWN]:
         print(f"\n--- line {example.line}: {int(example.mask.sum()):,} of {len(example.ids):,} tokens supervised")
         print(decode_marked(example, processor.tokenizer))

@@ -18,10 +18,11 @@ from trillion_moe.data.examples import Examples
 from trillion_moe.data.loader import Batch, Batches, Loader
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Model, bucket, loss_sum
+from trillion_moe.optimizer import check_eps, make_optimizer, schedule
 from trillion_moe.run_config import RunConfig, RunConfigError
+from trillion_moe.sharding import Layout, check_batch, put
 from trillion_moe.steps import grad_step, update_step
 from trillion_moe.train import checkpoints
-from trillion_moe.train.optimizer import check_eps, make_optimizer, schedule
 from trillion_moe.train.report import Report
 from trillion_moe.transforms import combine, partition
 from trillion_moe.transforms.dropout import drop_inputs
@@ -55,16 +56,20 @@ class Trainer:
 
     def __init__(self, model: Model, config: RunConfig, train: Examples, held_out: Examples | None):
         t = config.train
+        self.layout = model.layout
         self.config, self.output = config, Path(config.output)
         self.trainable, self.frozen = partition(model, trainable="all" if config.lora is None else "lora")
-        self.loader = _loader(train, config, seed=config.seed, epochs=None if t.steps else t.epochs)
-        self.held_out = None if held_out is None else _loader(held_out, config, seed=None, epochs=1)
+        rows = rows_of_a_pass(config, self.layout)
+        self.loader = _loader(train, config, rows, seed=config.seed, epochs=None if t.steps else t.epochs)
+        self.held_out = None if held_out is None else _loader(held_out, config, rows, seed=None, epochs=1)
+        for length in {length for loader in (self.loader, self.held_out) if loader for length in loader.lengths}:
+            check_batch(self.layout, rows, length)
         self.batches: Batches = iter(self.loader)
         self.total = t.steps or -(-self.loader.batches_per_epoch * t.epochs // t.accumulate)
         check_eps(config.optimizer, self.trainable)
         self.optimizer = make_optimizer(config.optimizer, self.total)
         self.lr = schedule(config.optimizer, self.total)
-        self.opt_state = self.optimizer.init(self.trainable)
+        self.opt_state = _over_all(self.optimizer.init(self.trainable), self.layout)
         self.step, self.tokens, self.stale = 0, 0, 0
         self.best: float | None = None
         self.best_step: int | None = None
@@ -125,7 +130,9 @@ class Trainer:
                 break
             key = jax.random.fold_in(jax.random.key(self.config.seed), number)
             t = self.config.train
-            new = _gradients(self.trainable, self.frozen, on_device(batch), key, remat=t.remat, dropout=t.dropout)
+            new = _gradients(
+                self.trainable, self.frozen, on_devices(batch, self.layout), key, remat=t.remat, dropout=t.dropout
+            )
             passes.append((_lines(batch), new[1]["loss"]))
             grads, sums = new if grads is None else _add(grads, sums, new)
         return grads, sums, passes
@@ -137,7 +144,7 @@ class Trainer:
         assert self.held_out is not None
         passes, sums = [], []
         for batch in self.held_out:
-            sums.append(_evaluation(self.trainable, self.frozen, on_device(batch)))
+            sums.append(_evaluation(self.trainable, self.frozen, on_devices(batch, self.layout)))
             passes.append((_lines(batch), sums[-1][0]))
         total, tokens, correct = (float(sum(x)) for x in zip(*sums, strict=True))
         loss = total / tokens
@@ -198,15 +205,15 @@ class Trainer:
 
 
 def comparable(config: RunConfig) -> dict[str, Any]:
-    """What must be the same for a run to go on, flat and as JSON gives it back: all but where it lies and how often it
-    is saved."""
+    """What must be the same for a run to go on, flat and as JSON gives it back: all but where it lies, how often it is
+    saved, and on how many devices it runs."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 walk(inner, f"{name}.{key}" if name else key)
-        elif name not in ("output", "train.save_every", "train.keep"):
+        elif name not in ("output", "mesh", "train.save_every", "train.keep") and not name.startswith("mesh."):
             flat[name] = value
 
     walk(json.loads(json.dumps(dataclasses.asdict(config))), "")
@@ -250,20 +257,33 @@ def _add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
 _update = partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))(update_step)
 
 
-def on_device(batch: Batch) -> dict[str, Any]:
-    """A batch as `model.loss_sum` takes it."""
+def _over_all(opt_state: Any, layout: Layout | None) -> Any:
+    """Counters of the optimizer on every device; moments lie where their parameters do already."""
+    if layout is None:
+        return opt_state
+    return jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, layout.sharding()), opt_state)
+
+
+def on_devices(batch: Batch, layout: Layout | None) -> dict[str, Any]:
+    """A batch as `model.loss_sum` takes it, over a mesh if there is one."""
     images = None if batch["patches"] is None else ImageBatch(batch["patches"], batch["grids"])
-    return {name: jnp.asarray(batch[name]) for name in ("tokens", "segments", "loss_mask")} | {"images": images}
+
+    def put_tokens(array: np.ndarray) -> jax.Array:
+        return jnp.asarray(array) if layout is None else put(array, layout.sharding("batch", "time"))
+
+    return {name: put_tokens(batch[name]) for name in ("tokens", "segments", "loss_mask")} | {"images": images}
 
 
-def _loader(examples: Examples, config: RunConfig, *, seed: int | None, epochs: int | None) -> Loader:
+def rows_of_a_pass(config: RunConfig, layout: Layout | None) -> int:
+    return config.train.batch_size or (1 if layout is None else layout.size(*layout.over("batch")))
+
+
+def _loader(examples: Examples, config: RunConfig, rows: int, *, seed: int | None, epochs: int | None) -> Loader:
     """Rows are as long as powers of two from 64 on, so that few programs are compiled; max_length is the greatest."""
     longest = max(len(item.ids) for item in examples.items)
     top = config.examples.max_length or bucket(longest)
     lengths = [length for length in _powers(top) if length < top] + [top]
-    return Loader(
-        examples, batch_size=config.train.batch_size, lengths=lengths, seed=seed, epochs=epochs, pack=config.train.pack
-    )
+    return Loader(examples, batch_size=rows, lengths=lengths, seed=seed, epochs=epochs, pack=config.train.pack)
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -277,8 +297,8 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def count_updates(config: RunConfig, examples: Examples) -> int:
-    """Updates of a whole run."""
+def count_updates(config: RunConfig, examples: Examples, rows: int) -> int:
+    """Updates of a whole run, of so many rows a pass."""
     t = config.train
-    batches = _loader(examples, config, seed=None, epochs=1).batches_per_epoch * t.epochs
+    batches = _loader(examples, config, rows, seed=None, epochs=1).batches_per_epoch * t.epochs
     return t.steps or -(-batches // t.accumulate)

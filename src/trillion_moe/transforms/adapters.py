@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from trillion_moe.sharding import as_placed
 from trillion_moe.transforms.segments import split_segments
 from trillion_moe.transforms.targets import Place, places
 from trillion_moe.weights import LoRA
@@ -36,7 +37,7 @@ def with_lora(model: Any, adapters: Mapping[str, LoRA]) -> Any:
         raise ValueError(
             f"{len(done)} matrices would be adapted, {len(adapters)} are named: {sorted(done ^ set(adapters))}"
         )
-    return treedef.unflatten(leaves)
+    return as_placed(treedef.unflatten(leaves))
 
 
 def _cuts(found: list[Place], adapters: Mapping[str, LoRA]) -> set[int]:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from trillion_moe.blueprint import Initializer, Spec, constant, init, is_spec, uniform
+from trillion_moe.sharding import as_placed
 from trillion_moe.transforms.segments import Rows, split_segments
 from trillion_moe.transforms.targets import COUNTED, GROUPS, Place, axes, choose, dims, moe_layers, places
 from trillion_moe.weights import LoRA
@@ -136,7 +137,7 @@ def add_lora(model: Any, cfg: LoRAConfig, key: jax.Array | None = None) -> Any:
     found, treedef = places(split_segments(model, _cuts(found, wanted)))
     adapters = [_adapted(p, cfg) if p.names[0] in wanted else p.leaf for p in found]
     model = treedef.unflatten(adapters)
-    return model if key is None else init(model, key)
+    return model if key is None else as_placed(init(model, key))
 
 
 def _cuts(found: list[Place], wanted: set[str]) -> set[int]:

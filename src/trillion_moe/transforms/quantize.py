@@ -14,14 +14,15 @@ from jax.typing import DTypeLike
 
 from trillion_moe.blueprint import Spec, constant, is_spec, normal, random_bytes
 from trillion_moe.kernels import mxfp4
+from trillion_moe.sharding import as_placed
 from trillion_moe.transforms.targets import Place, axes, dims, places
-from trillion_moe.weights import MXFP4, Layout, LoRA
+from trillion_moe.weights import MXFP4, LoRA, PackedLayout
 
 MXFP4_GROUP = 32
 _RMS_E2M1 = 2.926  # of a nibble drawn uniformly: sqrt(68.5 / 8)
 
 
-def quantize_experts(model: Any, *, layout: Layout = "nk") -> Any:
+def quantize_experts(model: Any, *, layout: PackedLayout = "nk") -> Any:
     """The model with its routed experts in MXFP4: 4.25 bits a weight.
 
     Arrays are encoded on the host, one expert at a time (not under `jax.jit`); an adapter stays on the packed base. In
@@ -83,13 +84,13 @@ def _changed(model: Any, treedef: Any, before: list, after: list, what: str) -> 
     bases = [[w.base if isinstance(w, LoRA) else w for w in leaves] for leaves in (before, after)]
     if all(a is b for a, b in zip(*bases, strict=True)):
         raise ValueError(f"this model ({model.config.model_type}) has no {what} routed experts")
-    return treedef.unflatten(after)
+    return as_placed(treedef.unflatten(after))
 
 
 # --- one leaf --------------------------------------------------------------------------------------------------------
 
 
-def _packed(w: Any, place: Place, model: Any, layout: Layout) -> MXFP4:
+def _packed(w: Any, place: Place, model: Any, layout: PackedLayout) -> MXFP4:
     if isinstance(w, MXFP4):
         return w
     batch, k, n = dims(w)
@@ -106,7 +107,7 @@ def _packed(w: Any, place: Place, model: Any, layout: Layout) -> MXFP4:
     return MXFP4(jnp.asarray(turned[0]), jnp.asarray(turned[1]), layout)
 
 
-def _packed_spec(w: Spec, std: float, layout: Layout) -> MXFP4:
+def _packed_spec(w: Spec, std: float, layout: PackedLayout) -> MXFP4:
     *batch, k, n = w.shape
     *names, k_axis, n_axis = w.axes
     code = constant(127.0 + round(math.log2(std / _RMS_E2M1)) if std > 0 else 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from trillion_moe.config import ModelConfig
 from trillion_moe.kernels import linear_attention
-from trillion_moe.layers.mla import MLA, MLACache
+from trillion_moe.layers.mla import MLA, MLACache, Positions
 from trillion_moe.layers.vision import attend, rotate, rotations
 from trillion_moe.layers.vision_positions import positions
 from trillion_moe.ops import accumulator
@@ -121,15 +121,11 @@ def mla_numbers(cfg: ModelConfig, scale: Scale) -> int:
 def mla(cfg: ModelConfig, scale: Scale) -> Iterator[Case]:
     """The layer: all tokens at once, packed documents with padding, a few tokens behind a cache."""
     cfg, t = _with_heads(cfg, scale), scale.tokens
-    causal = np.arange(t)[:, None] >= np.arange(t)
-    yield _mla("realistic", np.random.default_rng(20), cfg, np.broadcast_to(causal, (ROWS, t, t)))
-    segments = np.where(np.arange(t) < t // 3, 1, 2) * (np.arange(t) < t - t // 8)
-    packed = causal & (segments[:, None] == segments) & (segments > 0)
-    packed = np.broadcast_to(packed, (ROWS, t, t))
-    yield _mla("adversarial: large scores, masked rows", np.random.default_rng(21), cfg, packed, gain=4.0)
-    new = min(4, t)
-    behind = np.broadcast_to(causal[t - new :], (ROWS, new, t))
-    yield _mla("adversarial: decoding", np.random.default_rng(22), cfg, behind)
+    one, at = np.ones(t, np.int32), np.arange(t)
+    packed = (np.where(at < t // 3, 1, 2) * (at < t - t // 8)).astype(np.int32)
+    yield _mla("realistic", np.random.default_rng(20), cfg, one, t)
+    yield _mla("adversarial: large scores, masked rows", np.random.default_rng(21), cfg, packed, t, gain=4.0)
+    yield _mla("adversarial: decoding", np.random.default_rng(22), cfg, one, min(4, t))
 
 
 def _with_heads(cfg: ModelConfig, scale: Scale) -> ModelConfig:
@@ -141,10 +137,13 @@ def _specs(cfg: ModelConfig) -> dict[str, Any]:
     return {name: spec for name, spec in vars(MLA(cfg, dtype="float32")).items() if hasattr(spec, "shape")}
 
 
-def _mla(name: str, rng, cfg: ModelConfig, visible: np.ndarray, gain: float = 1.0) -> Case:
-    """visible ``[B, T, S]``: S - T earlier tokens are in a cache, which has room to spare."""
-    (b, t, s), m = visible.shape, cfg.mla
+def _mla(name: str, rng, cfg: ModelConfig, segments_S: np.ndarray, t: int, gain: float = 1.0) -> Case:
+    """t new tokens, those before them in a cache, which has room to spare. segments_S: the documents of all."""
+    b, s, m = ROWS, len(segments_S), cfg.mla
     assert m is not None
+    new = np.arange(s - t, s)[:, None]
+    seen_TS = (new >= np.arange(s)) & (segments_S[new] == segments_S) & (segments_S[new] > 0)
+    visible, segments_BS = np.broadcast_to(seen_TS, (b, t, s)), np.broadcast_to(segments_S, (b, s))
     floats = {
         name: matrix(rng, *spec.shape) if len(spec.shape) == 2 else 1 + normal(rng, *spec.shape, std=0.1)
         for name, spec in _specs(cfg).items()
@@ -159,20 +158,21 @@ def _mla(name: str, rng, cfg: ModelConfig, visible: np.ndarray, gain: float = 1.
         layer, x = MLA(cfg, dtype=str(floats["x"].dtype)), floats["x"]
         for weight in _specs(cfg):
             setattr(layer, weight, floats[weight])
-        cache, slots, seen = None, None, constants["visible"]
+        cache, keys_BS = None, constants["segments"]
         if s > t:
             room = ((0, 0), (0, t + 3), (0, 0))
             cache = MLACache(*(jnp.pad(floats[held], room) for held in ("latent", "k_pe")))
-            slots = jnp.broadcast_to(jnp.arange(s - t, s), (b, t))
-            seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 3)))
-        return {"out": layer(x, lambda at: seen[:, at], cfg, cache, slots)[0]}
+            keys_BS = jnp.pad(keys_BS, ((0, 0), (0, 3)))
+        slots_BT = jnp.broadcast_to(jnp.arange(s - t, s), (b, t))
+        positions = Positions(slots_BT, constants["segments"][:, s - t :], keys_BS)
+        return {"out": layer(x, positions, cfg, cache)[0]}
 
     def reference(floats: Arrays, known: Arrays) -> Arrays:
         nothing = (jnp.zeros((b, 0, m.kv_lora_rank)), jnp.zeros((b, 0, m.qk_rope_head_dim)))
         before = (floats["latent"], floats["k_pe"]) if s > t else nothing
         return {"out": references.mla(floats, floats["x"], before, visible, m)}
 
-    return Case(name, floats, run, reference, {"visible": visible})
+    return Case(name, floats, run, reference, {"segments": segments_BS})
 
 
 # --- vision -----------------------------------------------------------------------------------------------------------

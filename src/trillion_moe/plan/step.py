@@ -1,0 +1,127 @@
+"""The training step of a run's configuration, compiled ahead of time for a machine, and what its compiler says."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from trillion_moe import aot
+from trillion_moe.blueprint import is_spec
+from trillion_moe.config import ModelConfig
+from trillion_moe.kernels import mxfp4
+from trillion_moe.meshes.chips import Chip, Gpu
+from trillion_moe.meshes.machine import Machine, compiled_for
+from trillion_moe.model import Model
+from trillion_moe.ops import IMPLEMENTATIONS, using
+from trillion_moe.optimizer import make_optimizer
+from trillion_moe.plan.collectives import Collective, collectives
+from trillion_moe.run_config import RunConfig, RunConfigError
+from trillion_moe.sharding import Layout, check_batch, place, shardings
+from trillion_moe.steps import train_step
+from trillion_moe.transforms import add_lora, partition, quantize_experts
+
+SHARE = 0.9  # of a device's memory that a step may take: the rest is the runtime's
+STEPS = 1000  # of the schedule; no size depends on it
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Bytes of one device, as XLA's memory analysis gives them: of arguments, of temporaries, of both with results at
+    their peak, and in the memory of its host. collectives: of one step."""
+
+    rows: int
+    tokens: int
+    peak_bytes: int
+    argument_bytes: int
+    temp_bytes: int
+    host_bytes: int
+    collectives: list[Collective]
+
+
+def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
+    """The step of one pass over text of the greatest length, rows as in `config.train`; one each if that is None.
+
+    Raises LayoutError for a machine without compiler and a model or batch that it cannot cut, AotError without the
+    compiler's plugin, and what the compiler itself raises.
+    """
+    chip = compiled_for(mesh)
+    cfg = ModelConfig.from_file(config.model)
+    layout = mesh.layout(aot.devices(chip, mesh.topology))
+    tokens = config.examples.max_length
+    if tokens is None:
+        raise RunConfigError("examples.max_length is null: a plan needs the length of its rows")
+    rows = config.train.batch_size or layout.size(*layout.over("batch"))
+    check_batch(layout, rows, tokens)
+    trained, frozen = partition(_model(cfg, config, chip, layout), trainable="all" if config.lora is None else "lora")
+    optimizer = make_optimizer(config.optimizer, STEPS)
+    arguments = trained, frozen, _state(optimizer, trained, layout), _batch(layout, rows, tokens)
+    step = jax.jit(partial(train_step, optimizer, remat=config.train.remat), donate_argnums=(0, 2))
+    platform = "cuda" if isinstance(chip, Gpu) else "tpu"
+    with _kernels_of(chip), jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
+        compiled = step.trace(*arguments).lower(lowering_platforms=(platform,)).compile(_options(chip, arguments))
+    memory = compiled.memory_analysis()
+    return Compiled(
+        rows,
+        tokens,
+        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+        collectives(compiled.as_text() or "", layout.mesh),
+    )  # fmt: skip
+
+
+def _model(cfg: ModelConfig, config: RunConfig, chip: Chip, layout: Layout) -> Any:
+    """The model as it would be loaded for this chip, of arrays without values that lie over the mesh."""
+    model = Model(cfg, dtype=config.dtype)
+    if cfg.quantization is not None:
+        model = quantize_experts(model, layout=mxfp4.LAYOUT["gpu" if isinstance(chip, Gpu) else "tpu"])
+    if config.lora is not None:
+        model = add_lora(model, config.lora)
+    model = place(model, layout)
+
+    def abstract(spec: Any, where: Any) -> jax.ShapeDtypeStruct:
+        assert is_spec(spec)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=where)
+
+    return jax.tree.map(abstract, model, shardings(model, layout))
+
+
+def _state(optimizer: optax.GradientTransformation, trained: Any, layout: Layout) -> Any:
+    def like(state: Any, parameter: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(state.shape, state.dtype, sharding=parameter.sharding)
+
+    def counter(state: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(state.shape, state.dtype, sharding=layout.sharding())
+
+    state = jax.eval_shape(optimizer.init, trained)
+    return optax.tree.map_params(optimizer, like, state, trained, transform_non_params=counter)
+
+
+def _batch(layout: Layout, rows: int, tokens: int) -> dict[str, Any]:
+    dtypes = {"tokens": jnp.int32, "segments": jnp.int32, "loss_mask": jnp.bool_}
+    where = layout.sharding("batch", "time")
+    return {name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where) for name, dtype in dtypes.items()}
+
+
+def _options(chip: Chip, arguments: Any) -> dict[str, Any] | None:
+    """Without a device XLA gives a GPU's program four fifths of its memory; with this, `SHARE` of it."""
+    if not isinstance(chip, Gpu):
+        return None
+    held = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arguments))
+    assumed, wanted = (share * chip.facts.hbm_bytes - held for share in (0.8, SHARE))
+    return {"xla_gpu_memory_limit_slop_factor": round(100 * wanted / assumed)} if assumed > 0 else None
+
+
+@contextlib.contextmanager
+def _kernels_of(chip: Chip) -> Iterator[None]:
+    """A platform chooses its kernels by itself only where it is the one that runs."""
+    with using(dict.fromkeys(IMPLEMENTATIONS, "gpu" if isinstance(chip, Gpu) else "tpu")):
+        yield

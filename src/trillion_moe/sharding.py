@@ -1,0 +1,278 @@
+"""Where arrays lie on a mesh: logical axes, one table of rules, `NamedSharding`.
+
+A mesh has six axes (`AXES`), from what talks least to what talks most. Every dimension of a parameter, an adapter or an
+activation has a logical name; a rule says over which mesh axes a name is cut. "embed", the dimension by which matrices
+are kept apart when nobody multiplies them (fully sharded data parallelism), is whole wherever they are used.
+
+A `Layout` is static: a model that carries one is traced for it, a model without one runs on one device.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trillion_moe.weights import Dims, is_weight, weight_axes
+
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
+"""Pipeline stages, replicas, fully sharded replicas, experts, context (the sequence), tensors (heads and hidden)."""
+
+BATCH = ("dp", "fsdp", "ep")
+
+RULES: dict[str, tuple[str, ...]] = {
+    # activations
+    "batch": BATCH,
+    "time": ("cp",),
+    # parameters
+    "repeats": (),
+    "embed": ("fsdp", "ep"),
+    "norm": (),
+    "vocab": ("tp",),
+    "heads": ("tp",),
+    "head_dim": (),
+    "conv": (),
+    "q_lora": (),
+    "kv_lora": (),
+    "mlp": ("tp",),
+    "router": (),
+    "latent": ("tp",),
+    "expert": ("ep",),
+    "expert_slot": (),
+    "expert_embed": (),
+    "expert_mlp": (),
+    "lora_rank": (),
+    "patch": (),
+    "pos_height": (),
+    "pos_width": (),
+    "vision_embed": (),
+    "vision_heads": (),
+    "vision_mlp": (),
+    "vision_window": (),
+}
+"""Logical axis to mesh axes. A machine's file changes single rules."""
+
+GATHERED = "embed"
+
+
+class LayoutError(ValueError):
+    """A model, a batch or a table of rules that does not fit a mesh; the message has the sizes and the legal ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh with its rules.
+
+    rules: pairs of a logical axis and its mesh axes, sorted, so that equal layouts are one static value; see `make`.
+    transport: how tokens reach their experts (`layers.exchange.TRANSPORTS`).
+    capacity: share of its tokens that a device may send to one other, for the transport "all_to_all"; None = all.
+    chunks: into how many parts a device's tokens are exchanged, so that one is underway while another is computed.
+    """
+
+    mesh: Mesh
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+    transport: str = "replicated"
+    capacity: float | None = None
+    chunks: int = 1
+
+    @classmethod
+    def make(
+        cls, sizes: Mapping[str, int], *, devices: Sequence[Any] | None = None, rules: Mapping[str, Any] = {}, **options
+    ) -> "Layout":
+        """A layout over the first devices there are (or those given, in order: neighbours talk most).
+
+        sizes: of mesh axes, 1 where none is named. rules: what differs from `RULES`. options: as of the class.
+        Raises LayoutError: an unknown axis, too few devices, a rule for an unknown name.
+        """
+        if odd := [axis for axis in sizes if axis not in AXES]:
+            raise LayoutError(f"no mesh axis {odd[0]!r}: legal are {', '.join(AXES)}")
+        shape = tuple(sizes.get(axis, 1) for axis in AXES)
+        if bad := [f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True) if size < 1]:
+            raise LayoutError(f"mesh axis {bad[0]}: legal are sizes from 1")
+        devices = jax.devices() if devices is None else list(devices)
+        if len(devices) < math.prod(shape):
+            wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            raise LayoutError(f"{wanted} = {math.prod(shape)} devices, but there are {len(devices)}")
+        mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: math.prod(shape)])
+        return cls(mesh, _rules(rules), **options)
+
+    def __post_init__(self):
+        if odd := set(self.over(GATHERED)) - set(BATCH):
+            raise LayoutError(f"the rule of {GATHERED!r} names {min(odd)!r}: legal are {', '.join(BATCH)}")
+
+    def size(self, *axes: str) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def over(self, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes of a logical axis; none of None."""
+        if logical is None:
+            return ()
+        for name, axes in self.rules:
+            if name == logical:
+                return axes
+        raise LayoutError(f"no rule for the logical axis {logical!r}: there are {', '.join(n for n, _ in self.rules)}")
+
+    def spec(self, axes: Sequence[str | None], *, whole: Iterable[str] = ()) -> PartitionSpec:
+        """Of an array whose dimensions have these names; None and those in `whole` are not cut.
+
+        Raises LayoutError if two dimensions would lie over one mesh axis.
+        """
+        cut = [() if axis is None or axis in whole else self.over(axis) for axis in axes]
+        used = [name for names in cut for name in names]
+        if twice := {name for name in used if used.count(name) > 1}:
+            raise LayoutError(f"dimensions {tuple(axes)} lie over mesh axis {min(twice)!r} more than once")
+        return PartitionSpec(*(names if len(names) > 1 else names[0] if names else None for names in cut))
+
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        """Of an array with these dimensions."""
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def here(self) -> Any:
+        """The mesh as it is where this is traced: inside a pipeline, one axis of it is taken already."""
+        around = jax.sharding.get_abstract_mesh()
+        return around if around.axis_names == AXES else self.mesh
+
+    def pin(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """x, lying as the rules say of an array with these dimensions."""
+        return lax.with_sharding_constraint(x, NamedSharding(self.here(), self.spec(axes)))
+
+
+def _rules(changed: Mapping[str, Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    if odd := sorted(changed.keys() - RULES.keys()):
+        raise LayoutError(f"a rule for {odd[0]!r}, which is no logical axis: there are {', '.join(RULES)}")
+    table = RULES | {name: tuple(axes) for name, axes in changed.items()}
+    for name, axes in table.items():
+        if odd := [axis for axis in axes if axis not in AXES]:
+            raise LayoutError(f"the rule of {name!r} names mesh axis {odd[0]!r}: legal are {', '.join(AXES)}")
+    return tuple(sorted(table.items()))
+
+
+def pin(layout: Layout | None, x: jax.Array, *axes: str | None) -> jax.Array:
+    return x if layout is None else layout.pin(x, *axes)
+
+
+def island(
+    layout: Layout | None, f: Callable, in_axes: tuple[Any, ...], out_axes: Any, *, whole: Iterable[str] = ()
+) -> Callable:
+    """f on every device by itself, over the parts of its arguments that lie there: `jax.shard_map`.
+
+    in_axes, out_axes: trees of `Dims`, each for the arrays below it. Without a layout it is f.
+    """
+    if layout is None:
+        return f
+    here = layout.here()
+
+    def specs(tree: Any) -> Any:
+        return jax.tree.map(lambda d: layout.spec(d.axes, whole=whole), tree, is_leaf=lambda d: isinstance(d, Dims))
+
+    free = set(AXES) - set(getattr(here, "manual_axes", ()))
+    return jax.shard_map(
+        f, mesh=here, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=free, check_vma=False
+    )
+
+
+def dims(*axes: str | None) -> Dims:
+    """The logical axes of an array of activations; a dimension that is None is not cut."""
+    return Dims(axes)
+
+
+# --- trees of weights ------------------------------------------------------------------------------------------------
+
+
+def axes_like(tree: Any, blueprint: Any) -> Any:
+    """Of a module, filled or not, packed or adapted or neither: the same tree with `Dims` for arrays.
+
+    blueprint: the module as it is built, of Specs.
+    """
+    weights, treedef = jax.tree.flatten(tree, is_leaf=is_weight)
+    specs = jax.tree.leaves(blueprint)
+    return treedef.unflatten([weight_axes(w, s.axes) for w, s in zip(weights, specs, strict=True)])
+
+
+def model_axes(model: Any) -> Any:
+    """`axes_like` of a whole model."""
+    return axes_like(model, type(model)(model.config, dtype=model.dtype, plan=model.plan))
+
+
+def pin_like(part: Any, model: Any) -> Any:
+    """A part of a model, None where it lacks an array, or gradients of it, lying as the model's own arrays do."""
+    if model.layout is None:
+        return part
+
+    def one(x: jax.Array | None, d: Dims | None) -> jax.Array | None:
+        return None if x is None or d is None else model.layout.pin(x, *d.axes)
+
+    return jax.tree.map(one, part, model_axes(model), is_leaf=lambda x: x is None)
+
+
+def gathered(layout: Layout | None, module: Any, blueprint: Callable[[], Any]) -> Any:
+    """A module with every array whole along "embed", as it is used: what lies apart is collected here."""
+    if layout is None or layout.size(*layout.over(GATHERED)) == 1:
+        return module
+
+    def collect(x: jax.Array, d: Dims) -> jax.Array:
+        if GATHERED not in d.axes:
+            return x
+        spec = layout.spec(d.axes, whole=(GATHERED,))
+        return lax.with_sharding_constraint(x, NamedSharding(layout.here(), spec))
+
+    return jax.tree.map(collect, module, axes_like(module, blueprint()))
+
+
+def shardings(model: Any, layout: Layout) -> Any:
+    """The tree of `NamedSharding` of a model or blueprint.
+
+    Raises LayoutError naming the parameter, its size and what would divide it.
+    """
+
+    def one(path, leaf, d: Dims) -> NamedSharding:
+        try:
+            spec = layout.spec(d.axes)
+        except LayoutError as error:
+            raise LayoutError(f"{jax.tree_util.keystr(path)}: {error}") from None
+        for size, axis in zip(leaf.shape, d.axes, strict=True):
+            parts = layout.size(*layout.over(axis))
+            if size % parts:
+                raise LayoutError(
+                    f"{jax.tree_util.keystr(path)} has {size} along {axis!r}, not a multiple of {parts} "
+                    f"({' x '.join(layout.over(axis))}); legal are {_divisors(size)}"
+                )
+        return NamedSharding(layout.mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(one, model, model_axes(model))
+
+
+def _divisors(size: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(size, 4096) + 1) if size % n == 0)
+
+
+def put(array: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of the host, whole in every process, onto the devices: each takes its part."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def check_batch(layout: Layout | None, rows: int, tokens: int) -> None:
+    """LayoutError for a batch [rows, tokens] that a mesh cannot cut, with what it can."""
+    if layout is None:
+        return
+    for what, size, name in (("rows", rows, "batch"), ("tokens a row", tokens, "time")):
+        parts = layout.size(*layout.over(name))
+        if size % parts:
+            axes = " x ".join(f"{axis} {layout.size(axis)}" for axis in layout.over(name))
+            raise LayoutError(f"{size} {what} cannot be cut over {axes}: legal are multiples of {parts}")
+
+
+def place(model: Any, layout: Layout) -> Any:
+    """The model with its arrays on the mesh and the layout with it. A blueprint stays one; see `shardings`."""
+    where = shardings(model, layout)
+    placed = jax.tree.map(lambda x, at: jax.device_put(x, at) if isinstance(x, jax.Array) else x, model, where)
+    placed.layout = layout
+    return placed
+
+
+def as_placed(model: Any) -> Any:
+    """A model of which some arrays are new, all where its layout has them; as it is without one."""
+    return model if model.layout is None else place(model, model.layout)

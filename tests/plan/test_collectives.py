@@ -1,0 +1,85 @@
+"""Collectives read from compiled programs: kind, mesh axes, how often, how many bytes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from trillion_moe.plan.collectives import Collective, collectives
+from trillion_moe.sharding import Layout
+
+
+def compiled(f, layout: Layout, spec, shape) -> str:
+    over = jax.shard_map(f, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    text = jax.jit(over).lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile().as_text()
+    assert text is not None
+    return text
+
+
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [
+        (partial(lax.psum, axis_name="tp"), Collective("all-reduce", "tp", 1, 8 * 4)),
+        (partial(lax.psum, axis_name=("ep", "cp")), Collective("all-reduce", "ep cp", 1, 8 * 4)),
+        (lambda x: lax.all_gather(x, "ep").sum(0), Collective("all-gather", "ep", 1, 2 * 8 * 4)),
+        (lambda x: lax.all_to_all(x.reshape(2, 4), "cp", 0, 0).reshape(8), Collective("all-to-all", "cp", 1, 8 * 4)),
+        (lambda x: lax.ppermute(x, "tp", [(0, 1)]), Collective("collective-permute", "tp", 1, 8 * 4)),
+    ],
+)
+def test_kind_axes_and_bytes(f, expected: Collective) -> None:
+    layout = Layout.make({"ep": 2, "cp": 2, "tp": 2})
+    assert collectives(compiled(f, layout, P(("ep", "cp", "tp")), (64,)), layout.mesh) == [expected]
+
+
+def test_in_a_loop_it_counts_as_often_as_the_loop_turns() -> None:
+    layout = Layout.make({"dp": 4, "tp": 2})
+
+    def inner(x, _):
+        return lax.psum(jnp.sin(x), "dp") / 4, None
+
+    def f(x):
+        x = lax.scan(lambda x, _: (lax.scan(inner, x, length=3)[0], None), x, length=5)[0]
+        return lax.psum(x, "tp")
+
+    found = collectives(compiled(f, layout, P(("dp", "tp")), (64,)), layout.mesh)
+    assert found == [Collective("all-reduce", "dp", 15, 15 * 32), Collective("all-reduce", "tp", 1, 32)]
+
+
+def test_asynchronous_forms() -> None:
+    """As XLA writes them for accelerators: groups by formula, operands in front of results."""
+    exchange = "(bf16[4,8], bf16[32,8], s32[4], s32[4], s32[4], s32[4], bf16[32,8]) ragged-all-to-all-start(%z)"
+    pairs = "source_target_pairs={{0,1},{2,3},{4,5},{6,7}}"
+    trips = 'backend_config={"known_trip_count":{"n":"7"}}'
+    text = f"""
+HloModule planted
+
+%body (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
+  %ag = (bf16[4,8], bf16[8,8]) all-gather-start(%x), replica_groups=[4,2]<=[8], dimensions={{0}}
+  %cp = (bf16[4,8], bf16[4,8], u32[], u32[]) collective-permute-start(%x), {pairs}
+}}
+
+ENTRY %main (p: bf16[4,8]) -> bf16[4,8] {{
+  %w = (s32[], bf16[4,8]) while(%t), condition=%c, body=%body, {trips}
+  %ar = f32[16] all-reduce-start(%y), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
+  %rs = f32[4] reduce-scatter(%y), replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {{'axis_0'}}, to_apply=%add
+  %ag = f32[2] all-gather(%y), replica_groups=mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) {{'b'}}, dimensions={{0}}
+  %ra = {exchange}, replica_groups={{{{0,2,4,6}},{{1,3,5,7}}}}
+}}
+"""
+    layout = Layout.make({"ep": 4, "tp": 2})
+    assert collectives(text, layout.mesh) == [
+        Collective("all-gather", "tp", 8, 7 * 128 + 8),
+        Collective("ragged-all-to-all", "ep", 1, 512),
+        Collective("collective-permute", "tp", 7, 7 * 64),
+        Collective("all-reduce", "ep", 1, 64),
+        Collective("reduce-scatter", "ep", 1, 16),
+    ]
+
+
+def test_a_form_that_is_not_known() -> None:
+    text = "ENTRY %main () -> f32[] {\n  %ar = f32[16] all-reduce(%y), replica_groups=<all>, to_apply=%add\n}\n"
+    with pytest.raises(ValueError, match=r"in a form that is not known here: %ar = f32\[16\] all-reduce"):
+        collectives(text, Layout.make({"ep": 4}).mesh)

@@ -1,0 +1,57 @@
+"""A small model's whole training step, compiled for machines that are not here."""
+
+import dataclasses
+import json
+
+import pytest
+from tests.tiny import KDA, MLA, MOE, SHORT, tiny_k3
+
+from trillion_moe.cli import main
+from trillion_moe.meshes.machine import machine
+
+MODEL = {
+    "vocab_size": 320,
+    "quantization": "mxfp4",
+    "dtype": "bfloat16",
+    "hidden_size": 256,
+    "kda": dataclasses.replace(KDA, num_heads=4, head_dim=16, a_log_shape=None),
+    "mla": dataclasses.replace(MLA, num_heads=4),
+    "moe": dataclasses.replace(MOE, num_experts=64, top_k=4, latent_size=128, hidden_size=128),
+}
+SETTINGS = ["--set", "examples.max_length=256", "--compile"]
+
+
+@pytest.fixture
+def settings(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_k3(**SHORT, **MODEL).to_json()))
+    return ["plan", "--config", "kimi_k3_lora", "--set", f"model={tmp_path}", *SETTINGS]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "rows"), [("h200x16", 8), ("v5p_32", 32)])
+def test_figures_of_a_step(settings, tmp_path, capsys, name: str, rows: int) -> None:
+    file = tmp_path / "plan.json"
+    assert main([*settings, "--mesh", name, "--json", str(file)]) == 0
+    plan = json.loads(file.read_text())
+    step = plan["compiled"]
+    assert (step["rows"], step["tokens"]) == (rows, 256)
+    assert plan["hbm_bytes"] == machine(name).facts.hbm_bytes
+    assert 0 < step["argument_bytes"] < step["peak_bytes"] <= step["argument_bytes"] + 2 * step["temp_bytes"]
+    assert step["host_bytes"] == 0
+    found = {(row["kind"], row["axes"]): row["bytes"] for row in step["collectives"]}
+    assert found["ragged-all-to-all", "ep"] > 0
+    # No bank of experts is gathered: less crosses than one layer's packed gate matrix, a step has dozens of gathers.
+    assert sum(size for (kind, _), size in found.items() if kind == "all-gather") < 20e6
+    assert "ragged-all-to-all" in capsys.readouterr().out
+
+
+def test_errors(settings, tmp_path, capsys) -> None:
+    assert main([*settings, "--mesh", "h200x15"]) == 1
+    assert "no machine 'h200x15': legal are FILE.py and" in capsys.readouterr().err
+    assert main([*settings, "--mesh", "ascend_910c_384"]) == 1
+    assert "nothing can be compiled ahead of time for ascend_910c" in capsys.readouterr().err
+    (tmp_path / "there.json").write_text("{}")
+    assert main([*settings, "--mesh", "h200x16", "--json", str(tmp_path / "there.json")]) == 1
+    assert "legal is a new file in a folder that is there" in capsys.readouterr().err
+    assert main([*settings, "--mesh", "h200x16", "--set", "examples.max_length=null"]) == 1
+    assert capsys.readouterr().err.startswith("trillion-moe plan: ")

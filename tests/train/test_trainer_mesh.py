@@ -1,0 +1,103 @@
+"""A run over a mesh: the updates of one device, and it goes on over another mesh."""
+
+import dataclasses
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tests.train.test_trainer import arrays, at, lines, stop
+
+import trillion_moe as tm
+from trillion_moe.sharding import shardings
+
+RUN = {"train": {"steps": 4, "eval_every": 2, "save_every": 2}, "seed": 3}
+
+
+def over(adapted, sizes):
+    return tm.place(adapted, tm.Layout.make(sizes, transport="ragged"))
+
+
+def test_a_run_goes_on_over_another_mesh(trainer, adapted, config, rows, tmp_path, monkeypatch) -> None:
+    """Two updates over experts and sequence, stopped, two more over replicas and heads: as on one device throughout."""
+    one = config(**RUN, output=str(tmp_path / "one"))
+    held_out = rows(3, first=10)
+    expected = trainer(one, held_out=held_out).run(quiet=True)
+    cut = config(**RUN, output=str(tmp_path / "cut"), mesh={"ep": 2, "cp": 2})
+    with monkeypatch.context() as patch:
+        at(2, stop(), patch)
+        first = trainer(cut, held_out=held_out, model=over(adapted, cut.mesh)).run(quiet=True)
+    assert (first.signal, first.step) == (signal.SIGTERM, 2)
+    again = dataclasses.replace(cut, mesh={"fsdp": 2, "tp": 3})
+    model = over(adapted, again.mesh | {"tp": 1})  # 517 rows of the vocabulary are no multiple of 3
+    trained = trainer(again, held_out=held_out, model=model)
+    assert trained.step == 2
+    assert all(len(m.sharding.device_set) == 2 for m in jax.tree.leaves(trained.opt_state) if m.ndim)
+    result = trained.run(quiet=True)
+    for line, was in zip(lines(cut), lines(one), strict=True):
+        assert line.keys() == was.keys()
+        for name, value in was.items():
+            np.testing.assert_allclose(line[name], value, rtol=1e-4) if name != "kind" else None
+    where = arrays(shardings(result.model, model.layout))
+    for name, array in arrays(expected.model).items():
+        np.testing.assert_allclose(arrays(result.model)[name], array, rtol=2e-3, atol=1e-6, err_msg=name)
+    assert where.keys() == arrays(expected.model).keys()
+
+
+def test_a_batch_that_no_mesh_can_cut(trainer, adapted, config) -> None:
+    with pytest.raises(tm.LayoutError, match=r"2 rows cannot be cut over dp 1 x fsdp 4 x ep 1: .* multiples of 4"):
+        trainer(config(), model=over(adapted, {"fsdp": 4}))
+
+
+@pytest.mark.parametrize("form", ["hf", "orbax"])
+def test_loaded_over_a_mesh(folder, tmp_path: Path, form: str) -> None:
+    """The same bytes, each device with its part; what is saved from a mesh is what was loaded."""
+    model, path = tm.load(folder), tmp_path / "one"
+    tm.save(path, model, format=form)
+    cut = tm.load(path, mesh={"ep": 4, "fsdp": 2})
+    assert cut.layout == tm.Layout.make({"ep": 4, "fsdp": 2})
+    for array, where in zip(jax.tree.leaves(cut), jax.tree.leaves(shardings(cut, cut.layout)), strict=True):
+        assert array.sharding == where
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(cut), jax.tree.leaves(model))
+    tm.save(tmp_path / "two", cut, format=form)
+    again = tm.load(tmp_path / "two")
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(again), jax.tree.leaves(model))
+
+
+def test_adapters_over_a_mesh(folder, tmp_path: Path) -> None:
+    """Drawn alike, put where their matrices are, exported and loaded again."""
+    lora = tm.LoRAConfig(rank=2, targets=("attention", "routed_experts"), routed="independent")
+    one = tm.add_lora(tm.load(folder), lora, jax.random.key(1))
+    cut = tm.add_lora(tm.load(folder, mesh={"ep": 2, "cp": 2}), lora, jax.random.key(1))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(cut), jax.tree.leaves(one))
+    for array, where in zip(jax.tree.leaves(cut), jax.tree.leaves(shardings(cut, cut.layout)), strict=True):
+        assert array.sharding.is_equivalent_to(where, array.ndim)
+    stirred = jax.tree.map(lambda x: x + 1 if 2 in x.shape[-2:] else x, cut)
+    tm.export_adapter(tmp_path / "adapter", stirred)
+    loaded = tm.load_adapter(tm.load(folder, mesh={"ep": 2, "cp": 2}), tmp_path / "adapter")
+    for found, was in zip(jax.tree.leaves(loaded), jax.tree.leaves(stirred), strict=True):
+        np.testing.assert_array_equal(found, was)
+        assert found.sharding.is_equivalent_to(was.sharding, was.ndim)
+
+
+def test_answers_over_a_mesh(folder) -> None:
+    """Prompts of unequal lengths: the same tokens as on one device."""
+    prompts = [[5, 6, 7, 8, 9], [10, 11]]
+    expected = tm.generate(tm.load(folder), prompts, max_new_tokens=6)
+    for sizes in ({"ep": 2}, {"dp": 2}):
+        found = tm.generate(tm.load(folder, mesh=sizes), prompts, max_new_tokens=6)
+        assert [c.ids for c in found] == [c.ids for c in expected]
+
+
+def test_meshes_that_are_not_there(folder, tmp_path: Path) -> None:
+    with pytest.raises(tm.LayoutError, match=r"no machine 'h300x8': legal are FILE\.py and .*h200x16"):
+        tm.load(folder, mesh="h300x8")
+    with pytest.raises(tm.LayoutError, match="= 16 devices, but there are 8"):
+        tm.load(folder, mesh="h200x16")
+    mine = tmp_path / "mine.py"
+    mine.write_text("MESH = 3\n")
+    with pytest.raises(tm.LayoutError, match=r"mine\.py must define MESH = Machine\(\.\.\.\), not int"):
+        tm.load(folder, mesh=str(mine))
+    with pytest.raises(tm.LayoutError, match=r"517 along 'vocab', not a multiple of 2 \(tp\); legal are 1, 11,"):
+        tm.load(folder, mesh={"tp": 2})
