@@ -101,6 +101,8 @@ proof: $(PARITY) $(AOT)/.installed-$(PY_TAG)  ## run what is too long for CI and
 	$(LARGE_PAGES) $(BIN)/python -m trillion_moe.bench --only grouped --output docs/proof/bench_large_pages.json
 	$(MAKE) bench-kda KDA_ARGS='--output docs/proof/bench_kda.json'
 	$(AOT)/bin/python -m trillion_moe.verify.kernels --output docs/kernels.md
+	rm -f docs/proof/plan_*.json
+	$(AOT)/bin/trillion-moe plan --config kimi_k3_lora --mesh h200x16 --compile --json docs/proof/plan_h200x16.json
 
 clean:  ## remove the environments and all that builds, tests and tools leave behind
 	rm -rf $(VENV) $(AOT) $(TOKAMAX) build dist runs .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -61,6 +61,8 @@ def test_commands(capsys):
     for command in COMMANDS:
         if command.startswith("make "):
             assert command in ci, f"{command} is not run by .ci/run"
+        elif command.startswith("trillion-moe plan "):  # minutes, and compilers: tests/plan has a small one
+            assert command.partition(" --json")[0] in (ROOT / "Makefile").read_text()
         elif QUICKSTART not in command:
             assert do(command, capsys)
 

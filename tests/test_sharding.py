@@ -5,6 +5,7 @@ In float64, so that what is left is summation order: an error of one part in 1e9
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -201,6 +202,46 @@ def test_errors() -> None:
         shardings(Model(tiny_k3()), Layout.make({"tp": 2}))
     with pytest.raises(LayoutError, match="has 300 along 'vocab', not a multiple of 8"):
         shardings(Model(tiny_k3(**HEADS)), Layout.make({"tp": 8}))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"transport": "pigeon"}, "no transport 'pigeon': legal are replicated, all_to_all, ragged"),
+        ({"capacity": 0.5}, "capacity = 0.5: legal is above 0 up to 1, with 'all_to_all' alone"),
+        ({"transport": "all_to_all", "capacity": 1.5}, "capacity = 1.5: legal is above 0 up to 1"),
+        ({"transport": "all_to_all", "capacity": 0.0}, "capacity = 0.0: legal is above 0 up to 1"),
+        ({"chunks": 0}, "chunks = 0: legal is at least 1"),
+        ({"rules": {"expert_mlp": ("cp",)}}, "the rule of 'expert_mlp' names 'cp': legal are tp"),
+        ({"rules": {"time": ("tp",)}}, "the rule of 'time' names 'tp': legal are cp"),
+    ],
+)
+def test_options_that_are_not_legal(options: dict, says: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(says)):
+        Layout.make({}, **options)
+
+
+def test_batches_that_cannot_be_cut() -> None:
+    tokens = np.ones((4, 12), np.int32)
+    model = filled(tiny_k3(**TWO, **HEADS))
+    with pytest.raises(LayoutError, match=r"4 rows cannot be cut over dp 8 x fsdp 1 x ep 1: legal are multiples of 8"):
+        tm.loss(place(model, Layout.make({"dp": 8})), {"tokens": tokens})
+    with pytest.raises(LayoutError, match=r"12 tokens a row cannot be cut over cp 8: legal are multiples of 8"):
+        tm.loss(place(model, Layout.make({"cp": 8})), {"tokens": tokens})
+    with pytest.raises(LayoutError, match=r"2 tokens a device along cp: its convolutions need at least 3"):
+        tm.loss(place(model, Layout.make({"cp": 6})), {"tokens": tokens})
+
+
+def test_what_a_capacity_drops_is_counted() -> None:
+    """A quarter of a device's tokens may go to one other: of what its experts were given, some never arrive."""
+    random = np.random.default_rng(0)
+    batch = {"tokens": random.integers(4, 300, (4, 32)).astype(np.int32)}
+    model = filled(tiny_k3(**TWO, **HEADS))
+    _, all_there = tm.loss(place(model, Layout.make({"ep": 4}, transport="all_to_all")), batch)
+    _, metrics = tm.loss(place(model, Layout.make({"ep": 4}, transport="all_to_all", capacity=0.25)), batch)
+    assert all_there["dropped"] == 0
+    assert 0 < metrics["dropped"] < 4 * 32 * MOE.top_k
+    np.testing.assert_array_equal(metrics["expert_counts"], all_there["expert_counts"])  # what routers chose
 
 
 def test_rules_name_mesh_axes() -> None:

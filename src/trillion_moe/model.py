@@ -12,19 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from trillion_moe.blueprint import Spec, constant, normal, stack
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers.block import Block, Context, LayerSpec
 from trillion_moe.layers.depth import Run, attention_residuals, residual_stream
 from trillion_moe.layers.mla import MLACache
-from trillion_moe.layers.moe import TOKENS
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.residual import AttnRes
 from trillion_moe.layers.vision import Features, ImageBatch, Projector, VisionTower, splice
+from trillion_moe.layers.vocabulary import cross_entropy, look_up
 from trillion_moe.ops import accumulator, dot
-from trillion_moe.sharding import Layout, LayoutError, check_batch, dims, island, pin, weight_axes
+from trillion_moe.sharding import Layout, LayoutError, check_batch, pin
+from trillion_moe.weights import Weight
 
 SCAN_ABOVE = 16  # layers; a shallower model is unrolled, which runs faster and still compiles in seconds
 
@@ -221,30 +221,14 @@ def embed(model: Model, tokens_BT, features: Features | None = None, segments_BT
 
     What stands in padding is no placeholder.
     """
-    look_up = island(
-        model.layout,
-        partial(_rows, layout=model.layout),
-        (dims("vocab", "embed"), dims("batch", "time")),
-        dims("batch", "time", None),
-    )
-    x_BTD = look_up(model.embed, tokens_BT).astype(activation_dtype(model))
+    check_batch(model.layout, *tokens_BT.shape)
+    x_BTD = look_up(model.embed, tokens_BT, model.layout).astype(activation_dtype(model))
     if features is None:
         return x_BTD
     holds_BT = tokens_BT == model.config.media_id
     if segments_BT is not None:
         holds_BT &= segments_BT > 0
     return pin(model.layout, splice(x_BTD, holds_BT, features), "batch", "time", None)
-
-
-def _rows(embed_VD: jax.Array, tokens_BT: jax.Array, *, layout: Layout | None) -> jax.Array:
-    """Rows of the table; of a table whose rows and columns lie on many devices, by looking up there and returning."""
-    if layout is None:
-        return embed_VD[tokens_BT]
-    apart, v = layout.over("embed"), embed_VD.shape[0]
-    at_BT = lax.all_gather(tokens_BT, apart, axis=0, tiled=True) - lax.axis_index("tp") * v
-    own_BT1 = ((at_BT >= 0) & (at_BT < v))[..., None]
-    x_BTd = lax.psum(jnp.where(own_BT1, embed_VD[jnp.clip(at_BT, 0, v - 1)], 0), "tp")
-    return lax.all_to_all(x_BTd, apart, split_axis=0, concat_axis=2, tiled=True)
 
 
 def trunk(
@@ -256,7 +240,6 @@ def trunk(
     A row whose tokens do not fit the caches comes out as NaN.
     """
     cfg = model.config
-    check_batch(model.layout, *x_BTD.shape[:2])
     if remat and caches is not None:
         raise ValueError("remat recomputes for gradients; with caches there are none to take")
     run = Run(cfg, tuple(s.repeats for s in model.plan), tracing=tracing, remat=remat)
@@ -308,8 +291,11 @@ def _cached(model: Model) -> bool:
 
 def unembed(model: Model, hidden: jax.Array) -> jax.Array:
     """``[..., D]`` hidden states to ``[..., V]`` logits in float32."""
-    head = model.embed.T if model.head is None else model.head
-    return dot(hidden, head, dtype=accumulator(hidden.dtype))
+    return dot(hidden, _head(model), dtype=accumulator(hidden.dtype))
+
+
+def _head(model: Model) -> Weight:
+    return model.embed.T if model.head is None else model.head
 
 
 def forward(model: Model, tokens_BT, *, segments=None, images: ImageBatch | None = None, caches: Caches | None = None):
@@ -376,7 +362,7 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
     features = image_features(model, batch.get("images"))
     x_BTD = embed(model, batch["tokens"], features, batch.get("segments"))
     hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
-    total, correct = cross_entropy(model, hidden_BTD, targets_BT, counted_BT)
+    total, correct = cross_entropy(_head(model), hidden_BTD, targets_BT, counted_BT, model.layout)
     moe = [layer for layer in aux if "expert_counts" in layer]
     counts = [layer["expert_counts"] for layer in moe]
     metrics = {"tokens": jnp.sum(counted_BT, dtype=jnp.int32), "correct": correct}
@@ -386,67 +372,3 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
             "dropped": jnp.sum(jnp.stack([layer["dropped"] for layer in moe])),
         }
     return total, metrics
-
-
-def cross_entropy(model: Model, hidden_BTD, targets_BT, counted_BT) -> tuple[jax.Array, jax.Array]:
-    """Sum over counted targets of ``logsumexp(logits) - logits[target]``, and how many were the argmax; both float32.
-
-    A chunk of tokens at a time, each recomputed in the backward pass: ``[B, T, V]`` logits never exist.
-    """
-    layout, axes = model.layout, ("embed", "vocab")
-    head = model.embed.T if model.head is None else model.head
-    tokens = dims("batch", "time")
-    summed = island(
-        layout,
-        partial(_nll, whole=layout is None),
-        (weight_axes(head, axes), dims("batch", "time", None), tokens, tokens),
-        (dims(), dims()),
-        whole=("embed",),
-    )
-    total, correct = summed(head, hidden_BTD, targets_BT, counted_BT)
-    return total, correct.astype(jnp.float32)
-
-
-def _nll(head, hidden_BTD, targets_BT, counted_BT, *, whole: bool) -> tuple[jax.Array, jax.Array]:
-    """The sums of `cross_entropy`, over all devices of which each has some of the tokens and of the vocabulary."""
-    n, d = targets_BT.size, hidden_BTD.shape[-1]
-    chunk = min(512, -(-n // 4))
-    pad = -n % chunk
-    scores = _scores if whole else _scores_of_parts
-
-    def chunks(a, *tail):
-        return jnp.pad(a.reshape(n, *tail), [(0, pad)] + [(0, 0)] * len(tail)).reshape(-1, chunk, *tail)
-
-    @jax.checkpoint
-    def step(sums, xs):
-        hidden_ND, targets_N, counted_N = xs
-        nll_N, hit_N = scores(dot(hidden_ND, head, dtype=accumulator(hidden_ND.dtype)), targets_N)
-        return (
-            sums[0] + jnp.sum(jnp.where(counted_N, nll_N, 0)),
-            sums[1] + jnp.sum(hit_N & counted_N, dtype=jnp.int32),
-        ), None
-
-    zero = jnp.zeros((), accumulator(hidden_BTD.dtype))
-    xs = chunks(hidden_BTD, d), chunks(targets_BT), chunks(counted_BT)
-    sums, _ = lax.scan(step, (zero, jnp.zeros((), jnp.int32)), xs)
-    return sums if whole else lax.psum(sums, TOKENS)
-
-
-def _scores(logits_NV: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropies, and whether the target is the argmax."""
-    picked_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
-    return jax.nn.logsumexp(logits_NV, axis=1) - picked_N, jnp.argmax(logits_NV, axis=1) == targets_N
-
-
-def _scores_of_parts(logits_NV: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`_scores` where every device along "tp" has the logits of its part of the vocabulary."""
-    v, parts = logits_NV.shape[1], lax.axis_size("tp")
-    at_N = targets_N - lax.axis_index("tp") * v
-    own_N = (at_N >= 0) & (at_N < v)
-    picked_N = jnp.take_along_axis(logits_NV, jnp.clip(at_N, 0, v - 1)[:, None], axis=1)[:, 0]
-    best_N = lax.stop_gradient(jnp.max(logits_NV, axis=1))
-    top_N = lax.pmax(best_N, "tp")
-    total_N = lax.psum(jnp.sum(jnp.exp(logits_NV - top_N[:, None]), axis=1), "tp")
-    first_N = jnp.where(best_N == top_N, jnp.argmax(logits_NV, axis=1) + lax.axis_index("tp") * v, v * parts)
-    nll_N = top_N + jnp.log(total_N) - lax.psum(jnp.where(own_N, picked_N, 0), "tp")
-    return nll_N, lax.pmin(first_N, "tp") == targets_N

@@ -22,6 +22,11 @@ AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """Pipeline stages, replicas, fully sharded replicas, experts, context (the sequence), tensors (heads and hidden)."""
 
 BATCH = ("dp", "fsdp", "ep")
+TOKENS = (*BATCH, "cp")
+"""The mesh axes over which tokens may lie, no two devices along them the same."""
+
+TRANSPORTS = ("replicated", "all_to_all", "ragged")
+"""How tokens reach their experts; see `layers.exchange`."""
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations
@@ -57,6 +62,8 @@ RULES: dict[str, tuple[str, ...]] = {
 
 GATHERED = "embed"
 
+_NO_RAGGED = ("TPU7x",)  # seen with jaxlib 0.10.2
+
 
 class LayoutError(ValueError):
     """A model, a batch or a table of rules that does not fit a mesh; the message has the sizes and the legal ones."""
@@ -67,8 +74,8 @@ class Layout:
     """A mesh with its rules.
 
     rules: pairs of a logical axis and its mesh axes, sorted, so that equal layouts are one static value; see `make`.
-    transport: how tokens reach their experts (`layers.exchange.TRANSPORTS`).
-    capacity: share of its tokens that a device may send to one other, for the transport "all_to_all"; None = all.
+    transport: how tokens reach their experts, one of `TRANSPORTS`.
+    capacity: share of its tokens that a device may send to one other, with the transport "all_to_all"; None = all.
     chunks: into how many parts a device's tokens are exchanged, so that one is underway while another is computed.
     """
 
@@ -100,8 +107,19 @@ class Layout:
         return cls(mesh, _rules(rules), **options)
 
     def __post_init__(self):
-        if odd := set(self.over(GATHERED)) - set(BATCH):
-            raise LayoutError(f"the rule of {GATHERED!r} names {min(odd)!r}: legal are {', '.join(BATCH)}")
+        legal = {GATHERED: BATCH, "batch": BATCH, "time": ("cp",), "expert": ("ep",), "expert_mlp": ("tp",)}
+        for name, axes in legal.items():
+            if odd := set(self.over(name)) - set(axes):
+                raise LayoutError(f"the rule of {name!r} names {min(odd)!r}: legal are {', '.join(axes)}")
+        if self.transport not in TRANSPORTS:
+            raise LayoutError(f"no transport {self.transport!r}: legal are {', '.join(TRANSPORTS)}")
+        if self.capacity is not None and (self.transport != "all_to_all" or not 0 < self.capacity <= 1):
+            raise LayoutError(f"capacity = {self.capacity}: legal is above 0 up to 1, with 'all_to_all' alone")
+        if self.chunks < 1:
+            raise LayoutError(f"chunks = {self.chunks}: legal is at least 1")
+        kind = self.mesh.devices.flat[0].device_kind
+        if self.transport == "ragged" and kind in _NO_RAGGED:
+            raise LayoutError(f"transport 'ragged' does not compile for {kind}: legal are replicated, all_to_all")
 
     def size(self, *axes: str) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from trillion_moe.layers.exchange import TRANSPORTS
+from trillion_moe.layers.exchange import MAKERS
 from trillion_moe.layers.moe import _by_expert
+from trillion_moe.sharding import TRANSPORTS
 
 N, DEVICES, L, MOST = 6, 4, 5, 3
 WANTED = {
@@ -32,7 +33,7 @@ def exchange(transport: str, wanted, capacity=None):
     """-> f(x [tokens, L]) of every token what its devices make of it: the row times (1 + device), summed; and sent."""
 
     def f(x_NL, wanted_NP):
-        made = TRANSPORTS[transport](wanted_NP, "ep", MOST, capacity)
+        made = MAKERS[transport](wanted_NP, "ep", MOST, capacity)
         here = made.dispatch(wanted_NP.astype(jnp.int32) + 1)[:, jax.lax.axis_index("ep")] == 2  # 0 in empty slots
         rows_ML = jnp.where(here[:, None], made.dispatch(x_NL), 0) * (1 + jax.lax.axis_index("ep"))
         return made.combine(rows_ML), made.sent_NP
@@ -51,6 +52,10 @@ def test_every_token_comes_back_from_every_device_it_wants(transport: str, case:
     np.testing.assert_allclose(y, expected, rtol=1e-6)
     g = np.random.default_rng(2).normal(size=x.shape).astype(np.float32)
     np.testing.assert_allclose(back(g)[0], g * (wanted @ np.arange(1, DEVICES + 1))[:, None], rtol=1e-6)
+
+
+def test_every_transport_is_made() -> None:
+    assert tuple(MAKERS) == TRANSPORTS
 
 
 def test_what_has_no_room_is_dropped_the_last_first() -> None:

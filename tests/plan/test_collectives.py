@@ -65,7 +65,7 @@ ENTRY %main (p: bf16[4,8]) -> bf16[4,8] {{
   %w = (s32[], bf16[4,8]) while(%t), condition=%c, body=%body, {trips}
   %ar = f32[16] all-reduce-start(%y), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
   %rs = f32[4] reduce-scatter(%y), replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {{'axis_0'}}, to_apply=%add
-  %ag = f32[2] all-gather(%y), replica_groups=mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) {{'b'}}, dimensions={{0}}
+  %ag = f32[2] all-gather(%y), replica_groups=mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) {{'b'}}
   %ra = {exchange}, replica_groups={{{{0,2,4,6}},{{1,3,5,7}}}}
 }}
 """

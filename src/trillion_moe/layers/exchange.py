@@ -108,13 +108,13 @@ def ragged(wanted_NP: jax.Array, axis: str, most: int, capacity: float | None) -
     )
 
 
-TRANSPORTS: dict[str, Callable[[jax.Array, str, int, float | None], Transport]] = {
+MAKERS: dict[str, Callable[[jax.Array, str, int, float | None], Transport]] = {
     "replicated": replicated,
     "all_to_all": all_to_all,
     "ragged": ragged,
 }
-"""Makers: which tokens want to go to which device (bool [N, P]), the mesh axis, the most devices a token can go to, and
-the capacity (share of N; for "all_to_all")."""
+"""How an exchange is made, by the names of `sharding.TRANSPORTS`: from which tokens want to go to which device
+(bool [N, P]), the mesh axis, the most devices that a token can go to, and the capacity (for "all_to_all")."""
 
 
 # --- slots -----------------------------------------------------------------------------------------------------------

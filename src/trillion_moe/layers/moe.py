@@ -12,14 +12,13 @@ from jax import lax
 from trillion_moe.blueprint import Spec, constant, normal
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, tap_into
-from trillion_moe.layers.exchange import TRANSPORTS, Transport
+from trillion_moe.layers.exchange import MAKERS, Transport
 from trillion_moe.layers.mlp import GatedMLP, activation_of
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.router import Router
 from trillion_moe.ops import accumulator, dot, grouped_dot, grouped_glu
-from trillion_moe.sharding import BATCH, Layout, axes_like, dims, island
+from trillion_moe.sharding import TOKENS, Layout, axes_like, dims, island
 
-TOKENS = (*BATCH, "cp")  # the mesh axes over which tokens lie
 COUNTED = 128  # rows in which those of one expert are counted by comparing each with each
 
 
@@ -161,7 +160,7 @@ def _in_chunks(experts: Experts, x: Rows, cfg: ModelConfig, layout: Layout) -> t
     def exchange(x: Rows) -> Transport:
         device_NK = x.ids // (cfg.moe.num_experts // layout.size("ep"))  # P for no expert
         wanted_NP = jnp.any(device_NK[:, :, None] == jnp.arange(layout.size("ep")), axis=1)
-        return TRANSPORTS[layout.transport](wanted_NP, "ep", min(wanted_NP.shape[1], cfg.moe.top_k), layout.capacity)
+        return MAKERS[layout.transport](wanted_NP, "ep", min(wanted_NP.shape[1], cfg.moe.top_k), layout.capacity)
 
     @jax.checkpoint
     def step(arrived: Rows, now_and_next: tuple[Rows, Rows]):
