@@ -1,6 +1,6 @@
 """Two nodes of eight H200: NVLink within a node, a port of 400 Gb/s InfiniBand for each GPU between them.
 
-Pairs of GPUs share heads and the inside of experts: a step over 16 x 1 needs twice the temporaries, which do not fit.
+Pairs of GPUs share heads and the inside of experts: a step over 16 x 1 needs twice the temporaries.
 """
 
 from trillion_moe.meshes.machine import INFINIBAND, NVLINK_4, Machine

@@ -41,7 +41,7 @@ NAMED = {
     # What a person runs: steps and anything before it, never each other.
     "run_config": "transforms data",
     "optimizer": "run_config",
-    "train": "steps checkpoint data run_config optimizer",
+    "train": "steps checkpoint data run_config optimizer meshes",
     "generate": "steps checkpoint data",
     "aot": "meshes",
     "plan": "steps checkpoint data run_config optimizer aot meshes",

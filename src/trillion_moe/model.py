@@ -208,6 +208,11 @@ def _take(x_BT: jax.Array, index_BT: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_BT, index_BT.reshape(*index_BT.shape, *(1,) * (x_BT.ndim - 2)), axis=1)
 
 
+def least_tokens(cfg: ModelConfig) -> int:
+    """Tokens that a device needs of a sequence which is cut: what its convolutions look back at."""
+    return 1 if cfg.kda is None else max(1, cfg.kda.conv_width - 1)
+
+
 def image_features(model: Model, images: ImageBatch | None, tap: dict | None = None) -> Features | None:
     """The tower's and the projector's output: one row ``[D]`` for every image token of every picture, in order."""
     if images is None:
@@ -221,7 +226,7 @@ def embed(model: Model, tokens_BT, features: Features | None = None, segments_BT
 
     What stands in padding is no placeholder.
     """
-    check_batch(model.layout, *tokens_BT.shape)
+    check_batch(model.layout, *tokens_BT.shape, least=least_tokens(model.config))
     x_BTD = look_up(model.embed, tokens_BT, model.layout).astype(activation_dtype(model))
     if features is None:
         return x_BTD

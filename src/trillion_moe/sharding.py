@@ -62,6 +62,14 @@ RULES: dict[str, tuple[str, ...]] = {
 
 GATHERED = "embed"
 
+_FIXED: dict[str, tuple[tuple[str, ...], ...]] = {  # what islands communicate over
+    "batch": (BATCH,),
+    "time": (("cp",),),
+    "vocab": (("tp",),),
+    "expert": (("ep",),),
+    "expert_embed": ((),),
+    "expert_mlp": ((), ("tp",)),
+}
 _NO_RAGGED = ("TPU7x",)  # seen with jaxlib 0.10.2
 
 
@@ -75,8 +83,9 @@ class Layout:
 
     rules: pairs of a logical axis and its mesh axes, sorted, so that equal layouts are one static value; see `make`.
     transport: how tokens reach their experts, one of `TRANSPORTS`.
-    capacity: share of its tokens that a device may send to one other, with the transport "all_to_all"; None = all.
-    chunks: into how many parts a device's tokens are exchanged, so that one is underway while another is computed.
+    capacity: share of a chunk's tokens that a device may send to one other, with transport "all_to_all"; None = all.
+    chunks: into how many parts a device's tokens are exchanged, so that one is underway while another is computed. One
+    exchange more a layer carries nothing, which costs bytes where the transport is not "ragged".
     """
 
     mesh: Mesh
@@ -107,10 +116,11 @@ class Layout:
         return cls(mesh, _rules(rules), **options)
 
     def __post_init__(self):
-        legal = {GATHERED: BATCH, "batch": BATCH, "time": ("cp",), "expert": ("ep",), "expert_mlp": ("tp",)}
-        for name, axes in legal.items():
-            if odd := set(self.over(name)) - set(axes):
-                raise LayoutError(f"the rule of {name!r} names {min(odd)!r}: legal are {', '.join(axes)}")
+        if odd := set(self.over(GATHERED)) - set(BATCH):
+            raise LayoutError(f"the rule of {GATHERED!r} names {min(odd)!r}: legal are {', '.join(BATCH)}")
+        for name, legal in _FIXED.items():
+            if self.over(name) not in legal:
+                raise LayoutError(f"the rule of {name!r} is {self.over(name)}: legal is {' or '.join(map(str, legal))}")
         if self.transport not in TRANSPORTS:
             raise LayoutError(f"no transport {self.transport!r}: legal are {', '.join(TRANSPORTS)}")
         if self.capacity is not None and (self.transport != "all_to_all" or not 0 < self.capacity <= 1):
@@ -272,8 +282,8 @@ def put(array: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def check_batch(layout: Layout | None, rows: int, tokens: int) -> None:
-    """LayoutError for a batch [rows, tokens] that a mesh cannot cut, with what it can."""
+def check_batch(layout: Layout | None, rows: int, tokens: int, *, least: int = 1) -> None:
+    """LayoutError for a batch [rows, tokens] that a mesh cannot cut, with what it can. least: tokens on each device."""
     if layout is None:
         return
     for what, size, name in (("rows", rows, "batch"), ("tokens a row", tokens, "time")):
@@ -281,6 +291,11 @@ def check_batch(layout: Layout | None, rows: int, tokens: int) -> None:
         if size % parts:
             axes = " x ".join(f"{axis} {layout.size(axis)}" for axis in layout.over(name))
             raise LayoutError(f"{size} {what} cannot be cut over {axes}: legal are multiples of {parts}")
+    if layout.size("cp") > 1 and tokens // layout.size("cp") < least:
+        raise LayoutError(
+            f"{tokens} tokens a row leave {tokens // layout.size('cp')} on each device along cp: its convolutions need "
+            f"at least {least}"
+        )
 
 
 def place(model: Any, layout: Layout) -> Any:

@@ -117,8 +117,8 @@ def grad_step(trainable: Any, frozen: Any, batch: Any, *, remat: bool = True) ->
 def update_step(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, sums: Any):
     """One optimizer update from summed gradients, divided by ``sums["tokens"]`` -> trainable, opt_state, metrics.
 
-    metrics: ``loss`` (mean), ``accuracy``, ``tokens``, ``grad_norm`` (before clipping), ``expert_counts``. If loss or
-    norm is not finite, nothing changes.
+    metrics: ``loss`` (mean), ``accuracy``, ``tokens``, ``grad_norm`` (before clipping), ``expert_counts``,
+    ``dropped``. If loss or norm is not finite, nothing changes.
     """
     count = sums["tokens"]
     grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)

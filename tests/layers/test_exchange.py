@@ -77,6 +77,10 @@ def test_sums_of_half_precision_rows_are_rounded_once(transport: str) -> None:
     assert y.dtype == jnp.bfloat16
     rows = [(x * (1 + d)).astype(jnp.float32) for d in (1, 2)]
     np.testing.assert_array_equal(y, (rows[0] + rows[1]).astype(jnp.bfloat16))
+    g = jnp.asarray(np.random.default_rng(2).normal(size=x.shape), jnp.bfloat16)
+    (back,) = jax.vjp(lambda x: exchange(transport, wanted)(x)[0], x)[1](g)
+    rows = [(g * (1 + d)).astype(jnp.float32) for d in (1, 2)]
+    np.testing.assert_array_equal(back, (rows[0] + rows[1]).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("rows", "experts"), [(1, 3), (127, 5), (128, 5), (129, 1), (1000, 16)])

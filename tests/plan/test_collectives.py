@@ -22,11 +22,14 @@ def compiled(f, layout: Layout, spec, shape) -> str:
 @pytest.mark.parametrize(
     ("f", "expected"),
     [
-        (partial(lax.psum, axis_name="tp"), Collective("all-reduce", "tp", 1, 8 * 4)),
-        (partial(lax.psum, axis_name=("ep", "cp")), Collective("all-reduce", "ep cp", 1, 8 * 4)),
-        (lambda x: lax.all_gather(x, "ep").sum(0), Collective("all-gather", "ep", 1, 2 * 8 * 4)),
-        (lambda x: lax.all_to_all(x.reshape(2, 4), "cp", 0, 0).reshape(8), Collective("all-to-all", "cp", 1, 8 * 4)),
-        (lambda x: lax.ppermute(x, "tp", [(0, 1)]), Collective("collective-permute", "tp", 1, 8 * 4)),
+        (partial(lax.psum, axis_name="tp"), Collective("all-reduce", "tp", 1, 8 * 4, 8 * 4)),
+        (partial(lax.psum, axis_name=("ep", "cp")), Collective("all-reduce", "ep cp", 1, 8 * 4, 8 * 4)),
+        (lambda x: lax.all_gather(x, "ep").sum(0), Collective("all-gather", "ep", 1, 2 * 8 * 4, 2 * 8 * 4)),
+        (
+            lambda x: lax.all_to_all(x.reshape(2, 4), "cp", 0, 0).reshape(8),
+            Collective("all-to-all", "cp", 1, 8 * 4, 8 * 4),
+        ),
+        (lambda x: lax.ppermute(x, "tp", [(0, 1)]), Collective("collective-permute", "tp", 1, 8 * 4, 8 * 4)),
     ],
 )
 def test_kind_axes_and_bytes(f, expected: Collective) -> None:
@@ -45,7 +48,7 @@ def test_in_a_loop_it_counts_as_often_as_the_loop_turns() -> None:
         return lax.psum(x, "tp")
 
     found = collectives(compiled(f, layout, P(("dp", "tp")), (64,)), layout.mesh)
-    assert found == [Collective("all-reduce", "dp", 15, 15 * 32), Collective("all-reduce", "tp", 1, 32)]
+    assert found == [Collective("all-reduce", "dp", 15, 15 * 32, 32), Collective("all-reduce", "tp", 1, 32, 32)]
 
 
 def test_asynchronous_forms() -> None:
@@ -71,12 +74,30 @@ ENTRY %main (p: bf16[4,8]) -> bf16[4,8] {{
 """
     layout = Layout.make({"ep": 4, "tp": 2})
     assert collectives(text, layout.mesh) == [
-        Collective("all-gather", "tp", 8, 7 * 128 + 8),
-        Collective("ragged-all-to-all", "ep", 1, 512),
-        Collective("collective-permute", "tp", 7, 7 * 64),
-        Collective("all-reduce", "ep", 1, 64),
-        Collective("reduce-scatter", "ep", 1, 16),
+        Collective("all-gather", "tp", 8, 7 * 128 + 8, 128),
+        Collective("ragged-all-to-all", "ep", 1, 512, 512),
+        Collective("collective-permute", "tp", 7, 7 * 64, 64),
+        Collective("all-reduce", "ep", 1, 64, 64),
+        Collective("reduce-scatter", "ep", 1, 16, 16),
     ]
+
+
+def test_branches_narrow_types_and_what_nobody_calls() -> None:
+    lines = [
+        "%yes () -> f8e4m3fn[16] {",
+        "  %ag = f8e4m3fn[16] all-gather(%y), replica_groups={{0,1,2,3}}, dimensions={0}",
+        "}",
+        "",
+        "ENTRY %main () -> f32[] {",
+        "  %c = f8e4m3fn[16] conditional(%p, %x, %y), true_computation=%yes, false_computation=%no",
+        "}",
+    ]
+    mesh = Layout.make({"ep": 4}).mesh
+    assert collectives("\n".join(lines), mesh) == [Collective("all-gather", "ep", 1, 16, 16)]
+    with pytest.raises(ValueError, match="nothing seems to call yes"):
+        collectives("\n".join(line.replace("true_computation", "other") for line in lines), mesh)
+    with pytest.raises(ValueError, match="the size of XLA's q7 is not known here"):
+        collectives("\n".join(line.replace("f8e4m3fn", "q7") for line in lines), mesh)
 
 
 def test_a_form_that_is_not_known() -> None:

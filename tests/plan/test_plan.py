@@ -3,11 +3,15 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 from tests.tiny import KDA, MLA, MOE, SHORT, tiny_k3
 
 from trillion_moe.cli import main
 from trillion_moe.meshes.machine import machine
+from trillion_moe.plan.collectives import collectives
+from trillion_moe.sharding import Layout
 
 MODEL = {
     "vocab_size": 320,
@@ -40,9 +44,17 @@ def test_figures_of_a_step(settings, tmp_path, capsys, name: str, rows: int) -> 
     assert step["host_bytes"] == 0
     found = {(row["kind"], row["axes"]): row["bytes"] for row in step["collectives"]}
     assert found["ragged-all-to-all", "ep"] > 0
-    # No bank of experts is gathered: less crosses than one layer's packed gate matrix, a step has dozens of gathers.
-    assert sum(size for (kind, _), size in found.items() if kind == "all-gather") < 20e6
+    # No bank of experts is gathered: no gather gives as much as one packed matrix of a layer's experts.
+    assert max(row["largest"] for row in step["collectives"] if row["kind"] == "all-gather") < 64 * 128 * 128 // 2
     assert "ragged-all-to-all" in capsys.readouterr().out
+
+
+def test_a_gathered_bank_would_be_seen() -> None:
+    layout = Layout.make({"ep": 8})
+    bank = jax.ShapeDtypeStruct((64, 128, 64), jnp.uint8, sharding=layout.sharding("expert", None, None))
+    program = jax.jit(lambda bank: layout.pin(bank, None, None, None)).lower(bank).compile()
+    (found,) = collectives(program.as_text(), layout.mesh)
+    assert (found.kind, found.axes, found.largest) == ("all-gather", "ep", 64 * 128 * 128 // 2)
 
 
 def test_errors(settings, tmp_path, capsys) -> None:
@@ -53,5 +65,7 @@ def test_errors(settings, tmp_path, capsys) -> None:
     (tmp_path / "there.json").write_text("{}")
     assert main([*settings, "--mesh", "h200x16", "--json", str(tmp_path / "there.json")]) == 1
     assert "legal is a new file in a folder that is there" in capsys.readouterr().err
-    assert main([*settings, "--mesh", "h200x16", "--set", "examples.max_length=null"]) == 1
-    assert capsys.readouterr().err.startswith("trillion-moe plan: ")
+    assert main([*settings, "--mesh", "h200x16", "--set", "train.accumulate=4"]) == 1
+    assert "train.accumulate = 4, train.dropout = 0.0: legal are 1 and 0" in capsys.readouterr().err
+    assert main([*settings, "--mesh", "h200x16", "--set", "lora=null"]) == 1
+    assert "are packed: legal is a lora" in capsys.readouterr().err

@@ -75,6 +75,8 @@ def load_orbax(
     _refuse(folder, [f"{path}: not in the {where}" for path, where in odd.items()])
     missing = {name for path in paths for name in about.weights[path].names(path)} - set(about.arrays)
     _refuse(folder, [f"{MARKER}: no array {name}" for name in sorted(missing)])
+    known = {name for path in paths for name in about.weights[path].names(path)}
+    _refuse(folder, [f"{MARKER}: array {name} is of no weight" for name in sorted(set(about.arrays) - known)])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = {p: jax.ShapeDtypeStruct(tuple(s), jnp.dtype(d), sharding=here) for p, (d, s, _) in about.arrays.items()}
     weights = [about.weights[path].put_together(path, target) for path, _ in leaves]

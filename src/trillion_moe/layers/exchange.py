@@ -9,6 +9,7 @@ of this device, P devices, S slots that it sends from, M slots that it receives 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -30,13 +31,11 @@ class Replicated:
 
     def dispatch(self, x_N: jax.Array) -> jax.Array:
         """``[N, ...] -> [M, ...]``: the rows that arrive here, zeros in slots where none does."""
-        return lax.all_gather(x_N, self.axis, axis=0, tiled=True)
+        return _to_all(self.axis, x_N) if jnp.issubdtype(x_N.dtype, jnp.inexact) else _spread(self.axis, x_N)
 
     def combine(self, y_M: jax.Array) -> jax.Array:
         """``[M, L] -> [N, L]``: for each token the sum of the rows that come back, summed in float32."""
-        n, p = self.sent_NP.shape
-        y_PNL = lax.all_to_all(y_M.reshape(p, n, -1), self.axis, 0, 0)
-        return jnp.sum(y_PNL.astype(accumulator(y_M.dtype)), axis=0).astype(y_M.dtype)
+        return _from_all(self.axis, y_M)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +69,10 @@ def replicated(wanted_NP: jax.Array, axis: str, most: int, capacity: float | Non
 
 
 def all_to_all(wanted_NP: jax.Array, axis: str, most: int, capacity: float | None) -> Slotted:
-    """As many slots for one device as for another: `capacity` times N. Of what does not fit, the last is dropped."""
+    """As many slots for each device: `capacity` times N, rounded up. What does not fit is dropped, the last first."""
     del most
     n, p = wanted_NP.shape
-    slots = max(1, min(n, round((1.0 if capacity is None else capacity) * n)))
+    slots = n if capacity is None else math.ceil(capacity * n)
     place_NP = jnp.cumsum(wanted_NP, axis=0, dtype=jnp.int32) - 1
     sent_NP = wanted_NP & (place_NP < slots)
     slot_NP = jnp.where(sent_NP, jnp.arange(p, dtype=jnp.int32) * slots + place_NP, p * slots)
@@ -115,6 +114,24 @@ MAKERS: dict[str, Callable[[jax.Array, str, int, float | None], Transport]] = {
 }
 """How an exchange is made, by the names of `sharding.TRANSPORTS`: from which tokens want to go to which device
 (bool [N, P]), the mesh axis, the most devices that a token can go to, and the capacity (for "all_to_all")."""
+
+
+# --- all to all ------------------------------------------------------------------------------------------------------
+
+
+def _spread(axis: str, x_N: jax.Array) -> jax.Array:
+    return lax.all_gather(x_N, axis, axis=0, tiled=True)
+
+
+def _collected(axis: str, y_M: jax.Array) -> jax.Array:
+    y_PN = lax.all_to_all(y_M.reshape(lax.axis_size(axis), -1, *y_M.shape[1:]), axis, 0, 0)
+    return jnp.sum(y_PN.astype(accumulator(y_M.dtype)), axis=0).astype(y_M.dtype)
+
+
+_to_all = jax.custom_vjp(_spread, nondiff_argnums=(0,))
+_from_all = jax.custom_vjp(_collected, nondiff_argnums=(0,))
+_to_all.defvjp(lambda axis, x: (_spread(axis, x), None), lambda axis, _, g: (_collected(axis, g),))
+_from_all.defvjp(lambda axis, y: (_collected(axis, y), None), lambda axis, _, g: (_spread(axis, g),))
 
 
 # --- slots -----------------------------------------------------------------------------------------------------------

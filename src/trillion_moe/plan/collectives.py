@@ -16,7 +16,7 @@ KINDS = (
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
 )  # fmt: skip
-_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8} | {
+_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "c64": 8, "token": 0} | {
     f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)
 }
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][\w-]*)\(")
@@ -25,30 +25,36 @@ _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """count: how often it runs in one step. bytes: what all its runs give to one device. axes: "" if not a mesh's."""
+    """count: how often it runs in one step. bytes: what all its runs give to one device, largest: the greatest single
+    run. axes: "" if not a mesh's."""
 
     kind: str
     axes: str
     count: int
     bytes: int
+    largest: int
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
-    """Sums by kind and mesh axes, the most bytes first."""
+    """Sums by kind and mesh axes, the most bytes first. ValueError for what is not known here."""
     computations = _computations(text)
     turns = _turns(computations)
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
+    largest: Counter[tuple[str, str]] = Counter()
     for name, lines in computations.items():
         for line in lines:
             found = _INSTRUCTION.match(line)
             kind = found[2].removesuffix("-start") if found else ""
             if found is None or kind not in KINDS:
                 continue
-            key = kind, _axes(line, mesh)
+            if not turns[name]:
+                raise ValueError(f"nothing seems to call {name}, which has {line.strip()[:200]}")
+            key, size = (kind, _axes(line, mesh)), _result_bytes(found[1], found[2])
             counts[key] += turns[name]
-            sizes[key] += turns[name] * _result_bytes(found[1], found[2])
-    rows = [Collective(*key, counts[key], sizes[key]) for key in counts if counts[key]]
+            sizes[key] += turns[name] * size
+            largest[key] = max(largest[key], size)
+    rows = [Collective(*key, counts[key], sizes[key], largest[key]) for key in counts]
     return sorted(rows, key=lambda row: -row.bytes)
 
 
@@ -68,7 +74,8 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 _CALLS = re.compile(
-    r"(?:body|calls|to_apply|called_computations|branch_computations)=\{?(%?[\w.-]+(?:, ?%?[\w.-]+)*)\}?"
+    r"(?:body|calls|to_apply|called_computations|(?:branch|true|false)_computations?)"
+    r"=\{?(%?[\w.-]+(?:, ?%?[\w.-]+)*)\}?"
 )
 _TRIPS = re.compile(r'known_trip_count":?\{"n":"(\d+)"')
 
@@ -106,9 +113,7 @@ def _result_bytes(shape: str, opcode: str) -> int:
 
     An asynchronous start has its operands in front of its results, a permutation numbers of its own behind them.
     """
-    arrays = [
-        _BYTES.get(kind, 0) * math.prod(map(int, filter(None, d.split(",")))) for kind, d in _ARRAY.findall(shape)
-    ]
+    arrays = [_bytes_of(kind) * math.prod(map(int, filter(None, d.split(",")))) for kind, d in _ARRAY.findall(shape)]
     match opcode:
         case "collective-permute-start":
             arrays = arrays[1:2]
@@ -117,6 +122,14 @@ def _result_bytes(shape: str, opcode: str) -> int:
         case "all-gather-start" | "all-to-all-start" | "reduce-scatter-start" | "collective-broadcast-start":
             arrays = arrays[len(arrays) // 2 :]
     return int(sum(arrays))
+
+
+def _bytes_of(dtype: str) -> int | float:
+    if dtype.startswith("f8"):
+        return 1
+    if dtype not in _BYTES:
+        raise ValueError(f"the size of XLA's {dtype} is not known here")
+    return _BYTES[dtype]
 
 
 def _axes(line: str, mesh: Mesh) -> str:

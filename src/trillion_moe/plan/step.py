@@ -17,7 +17,7 @@ from trillion_moe.config import ModelConfig
 from trillion_moe.kernels import mxfp4
 from trillion_moe.meshes.chips import Chip, Gpu
 from trillion_moe.meshes.machine import Machine, compiled_for
-from trillion_moe.model import Model
+from trillion_moe.model import Model, least_tokens
 from trillion_moe.ops import IMPLEMENTATIONS, using
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.plan.collectives import Collective, collectives
@@ -52,12 +52,19 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     """
     chip = compiled_for(mesh)
     cfg = ModelConfig.from_file(config.model)
+    if config.train.accumulate != 1 or config.train.dropout:
+        raise RunConfigError(
+            f"train.accumulate = {config.train.accumulate}, train.dropout = {config.train.dropout}: legal are 1 and 0, "
+            "what is compiled is one pass and its update"
+        )
+    if config.lora is None and cfg.quantization is not None:
+        raise RunConfigError(f"lora is null, but the experts of {config.model} are packed: legal is a lora")
     layout = mesh.layout(aot.devices(chip, mesh.topology))
     tokens = config.examples.max_length
     if tokens is None:
         raise RunConfigError("examples.max_length is null: a plan needs the length of its rows")
     rows = config.train.batch_size or layout.size(*layout.over("batch"))
-    check_batch(layout, rows, tokens)
+    check_batch(layout, rows, tokens, least=least_tokens(cfg))
     trained, frozen = partition(_model(cfg, config, chip, layout), trainable="all" if config.lora is None else "lora")
     optimizer = make_optimizer(config.optimizer, STEPS)
     arguments = trained, frozen, _state(optimizer, trained, layout), _batch(layout, rows, tokens)

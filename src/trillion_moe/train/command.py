@@ -20,10 +20,11 @@ from trillion_moe.data.examples import Examples
 from trillion_moe.data.processor import Processor, load_processor
 from trillion_moe.data.report import decode_marked, statistics
 from trillion_moe.data.rows import DataError, read_rows
+from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Model
 from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
 from trillion_moe.train.report import picture
-from trillion_moe.train.trainer import Trainer, count_updates, rows_of_a_pass
+from trillion_moe.train.trainer import Trainer, check_rows, count_updates, rows_of_a_pass
 from trillion_moe.transforms import add_lora, count_by_group, partition
 from trillion_moe.transforms.targets import places
 
@@ -63,7 +64,9 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     processor = load_processor(config.model, cfg)
     train, held_out = _examples(config, cfg, processor)
     print(statistics(train), file=sys.stderr)
-    model = _adapted(load(config.model, dtype=config.dtype, mesh=config.mesh), config)
+    layout = None if config.mesh is None else layout_of(config.mesh)
+    check_rows(config, cfg, layout, (train, held_out))
+    model = _adapted(load(config.model, dtype=config.dtype, mesh=layout), config)
     if args.dry_run:
         _describe(model, config, train, processor)
         return 0

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.config import ModelConfig
 from trillion_moe.data.examples import Examples
 from trillion_moe.data.loader import Batch, Batches, Loader
 from trillion_moe.layers.vision import ImageBatch
-from trillion_moe.model import Model, bucket, loss_sum
+from trillion_moe.model import Model, bucket, least_tokens, loss_sum
 from trillion_moe.optimizer import check_eps, make_optimizer, schedule
 from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, put
@@ -58,12 +59,11 @@ class Trainer:
         t = config.train
         self.layout = model.layout
         self.config, self.output = config, Path(config.output)
+        check_rows(config, model.config, self.layout, (train, held_out))
         self.trainable, self.frozen = partition(model, trainable="all" if config.lora is None else "lora")
         rows = rows_of_a_pass(config, self.layout)
         self.loader = _loader(train, config, rows, seed=config.seed, epochs=None if t.steps else t.epochs)
         self.held_out = None if held_out is None else _loader(held_out, config, rows, seed=None, epochs=1)
-        for length in {length for loader in (self.loader, self.held_out) if loader for length in loader.lengths}:
-            check_batch(self.layout, rows, length)
         self.batches: Batches = iter(self.loader)
         self.total = t.steps or -(-self.loader.batches_per_epoch * t.epochs // t.accumulate)
         check_eps(config.optimizer, self.trainable)
@@ -74,13 +74,13 @@ class Trainer:
         self.best: float | None = None
         self.best_step: int | None = None
         self.saved_step: int | None = None
-        self.dropped = len(train.dropped)
+        self.dropped_rows = len(train.dropped)
         self._signal: int | None = None
         self._resume()
 
     def run(self, *, quiet: bool = False) -> Result:
         """Raises NotFiniteError. SIGTERM and SIGINT save a checkpoint behind the update at hand and end the run."""
-        report = Report(self.output, start=self.step, total=self.total, dropped=self.dropped, quiet=quiet)
+        report = Report(self.output, start=self.step, total=self.total, dropped=self.dropped_rows, quiet=quiet)
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             while self.step < self.total and not self._is_stale():
@@ -112,6 +112,8 @@ class Trainer:
         self.tokens += count
         seconds = time.perf_counter() - began
         found |= {"lr": float(np.asarray(self.lr(self.step - 1))), "tokens": count, "tokens_per_s": count / seconds}
+        if self.layout is not None and self.layout.capacity is not None:
+            found["dropped_assignments"] = int(metrics["dropped"])
         report.line("train", self.step, found, metrics.get("expert_counts"))
         if self.held_out is not None and (last or _due(self.step, t.eval_every)):
             report.line("eval", self.step, self._evaluated())
@@ -284,6 +286,14 @@ def _loader(examples: Examples, config: RunConfig, rows: int, *, seed: int | Non
     top = config.examples.max_length or bucket(longest)
     lengths = [length for length in _powers(top) if length < top] + [top]
     return Loader(examples, batch_size=rows, lengths=lengths, seed=seed, epochs=epochs, pack=config.train.pack)
+
+
+def check_rows(config: RunConfig, cfg: ModelConfig, layout: Layout | None, parts: Sequence[Examples | None]) -> None:
+    """LayoutError for batches, of training or evaluation, that the mesh cannot cut."""
+    rows = rows_of_a_pass(config, layout)
+    for examples in filter(None, parts):
+        for length in _loader(examples, config, rows, seed=None, epochs=1).lengths:
+            check_batch(layout, rows, length, least=least_tokens(cfg))
 
 
 def _powers(limit: int) -> Iterator[int]:
