@@ -97,11 +97,11 @@ one_device = functools.cache(lambda name: gradients(name, None))
 WITHIN = {"rules": {"expert_mlp": ("tp",)}}  # experts cut inside, too
 QUICK = [
     ("all weights", {"fsdp": 2, "ep": 2, "tp": 2}, {"transport": "ragged", "chunks": 3}),
-    ("adapters", {"ep": 4, "tp": 2}, {"transport": "all_to_all"} | WITHIN),
     ("stacked", {"cp": 4, "ep": 2}, {"transport": "ragged"}),
-    ("pictures", {"dp": 2, "cp": 2, "tp": 2}, {}),
 ]
 SLOW = [
+    ("adapters", {"ep": 4, "tp": 2}, {"transport": "all_to_all"} | WITHIN),
+    ("pictures", {"dp": 2, "cp": 2, "tp": 2}, {}),
     ("all weights", {"dp": 2}, {}),
     ("stacked", {"fsdp": 4}, {"chunks": 2}),
     ("adapters", {"ep": 8}, {"transport": "ragged"}),

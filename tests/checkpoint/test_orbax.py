@@ -118,7 +118,10 @@ def changed(change):
         (lambda about: about["plan"].pop(), "model.json: the plan has "),
         (lambda about: about["plan"][0].__setitem__(1, 10**9), "model.json: the plan has "),
         (lambda about: about["plan"][0][0].__setitem__(0, ["mla", "moe"]), "model.json: layer 0 is "),
-        (lambda about: about["arrays"]["embed"].__setitem__(1, [4, 4]), "Orbax cannot restore"),
+        (
+            lambda about: about["arrays"]["embed"].__setitem__(1, [4, 4]),
+            "embed is [4, 4], config.json makes it [160, 64]",
+        ),
     ],
 )
 def test_a_description_that_is_wrong(saved, tmp_path, change, finding) -> None:

@@ -38,7 +38,7 @@ def sharded(x, state, segments, shards: int):
     return jnp.concatenate(outs, axis=1), reached[0] @ state + reached[1]
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_equal_one_device_fault_9_17(shards) -> None:
     """fault 9, 17: documents that straddle the cut, a gate per head, all gradients through what the shards exchange."""
     x, state, cotangents = jax.tree.map(jnp.asarray, make(128))
