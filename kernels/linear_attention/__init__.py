@@ -44,11 +44,12 @@ def kda(
     q, k [B,T,H,K], neither scaled nor normalised here; v [B,T,H,V]; g [B,T,H,K] log decay, natural log, <= 0, any depth
     (no exponent is ever positive); beta [B,T,H]; state [B,H,K,V] or None for zeros. T >= 1. Arithmetic and state are
     float32, or float64 when an input, `state` included, is; where q, k and v are bfloat16, "gpu" rounds most of what it
-    multiplies to bfloat16 or TF32. A token that is not finite may reach all of its row, unless it is padding.
+    multiplies to bfloat16 or TF32. A token or state that is not finite may reach all of its row, unless it is padding.
     Derivatives are in reverse mode, of kernels once, of "xla" as often as asked; forward mode is of "reference" alone.
 
-    segments int32 [B,T]: 0 = padding, anywhere in the row: the token changes nothing, gives 0 and takes no gradient,
-    even if it is NaN. The state restarts at 0 where a real token's segment differs from the previous real token's.
+    segments int32 [B,T] (other integers are cast): 0 = padding, anywhere in the row: the token changes nothing, gives 0
+    and takes no gradient, even if it is NaN. The state restarts at 0 where a real token's segment differs from the
+    previous real token's.
     state_segment int32 [B]: document of `state` (None: the row's first real token continues it); a state of another
     document is dropped. A row of only padding returns its state.
 
@@ -63,6 +64,7 @@ def kda(
     if chunk is not None and (chunk < 1 or chunk & (chunk - 1)):
         raise ValueError(f"kda: chunk is {chunk}; it must be a power of two")
     _check(q, k, v, g, beta, state, segments, state_segment)
+    segments, state_segment = (None if a is None else jnp.asarray(a, jnp.int32) for a in (segments, state_segment))
     return IMPLS[impl](q, k, v, g, beta, state=state, segments=segments, state_segment=state_segment, chunk=chunk)
 
 

@@ -18,8 +18,10 @@ def short_conv(x, w, *, history=None, segments=None, history_segment=None):
     default: the segment of the row's first token). Padding gives y = 0, takes no gradient, may be NaN. new_history then
     holds inputs of the row's last document only, its part in history included; a row of only padding keeps its history.
 
-    Raises ValueError: shapes that do not fit; history_segment without segments.
+    Raises ValueError: shapes that do not fit; history_segment without segments. TypeError: integers.
     """
+    if x.ndim != 3 or w.ndim != 2:
+        raise ValueError(f"short_conv: x has shape {x.shape} and w {w.shape}; want [B,T,C] and [C,W]")
     B, T, C = x.shape
     W = w.shape[-1]
     _check(x, w, history, segments, history_segment)
@@ -70,6 +72,8 @@ def _last_inputs(inputs_BXC, segments_BX, T):
 
 def _check(x, w, history, segments, history_segment):
     B, T, C = x.shape
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
+        raise TypeError(f"short_conv: x has dtype {x.dtype} and w {w.dtype}, want floating ones")
     want = {"w": (w, (C, w.shape[-1])), "history": (history, (B, w.shape[-1] - 1, C)), "segments": (segments, (B, T))}
     want["history_segment"] = (history_segment, (B,))
     for name, (array, shape) in want.items():

@@ -30,10 +30,11 @@ def kda_join(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Ar
 
     M [..., K, K] and C [..., K, V] as `kda_range` gives them, or stacked; associative, so that
     ``jax.lax.associative_scan(kda_join, stacked)`` has what every shard of a sequence and those before it do.
-    Raises ValueError for shapes that differ.
+    Raises ValueError for shapes that differ, or are not of a range.
     """
     (m1, c1), (m2, c2) = first, second
-    if (m1.shape, c1.shape) != (m2.shape, c2.shape):
+    of_ranges = m1.shape[:-1] == c1.shape[:-1] and m1.shape[-2:-1] == m1.shape[-1:]
+    if (m1.shape, c1.shape) != (m2.shape, c2.shape) or not of_ranges:
         raise ValueError(f"kda_join: ranges have shapes {m1.shape}, {c1.shape} and {m2.shape}, {c2.shape}")
     return _product(m2, m1), _product(m2, c1) + c2
 

@@ -93,3 +93,21 @@ def test_by_the_kernels(chip) -> None:
     want = kda_range(*(jnp.asarray(a, jnp.float64) for a in x[1:]), impl="reference")
     for got, exact in zip(found, want, strict=True):
         assert rel_rms(got, exact) < 1e-5
+
+
+@pytest.mark.parametrize("shapes", [((3, 3), (1, 5)), ((2, 3, 3), (3, 5)), ((3, 1), (3, 5))])
+def test_what_is_no_range_is_not_joined(shapes) -> None:
+    m, c = map(jnp.ones, shapes)
+    with pytest.raises(ValueError, match="kda_join: ranges have shapes"):
+        kda_join((m, c), (m, c))
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+def test_documents_may_be_of_any_integer_type(impl: str) -> None:
+    x = jnp.ones((1, 2, 1, 2))
+
+    def outputs(dtype: str, other: str) -> jax.Array:
+        segments, before = jnp.array([[1, 2]], dtype), jnp.array([1], other)
+        return kda(x, x, x, -x, x[..., 0], segments=segments, state_segment=before, impl=impl)[0]
+
+    np.testing.assert_array_equal(outputs("int16", "int8"), outputs("int32", "int32"))

@@ -9,6 +9,7 @@ import pytest
 from tests.kernels.kda_tools import NAMES, RECURRENCE, B, close, exact, found, make, pick
 from tests.numerics import TOLERANCE, rel_rms
 
+from trillion_moe.kernels import linear_attention
 from trillion_moe.kernels.linear_attention import CASES, Case, kda, kda_gate, kda_range, l2norm
 
 FORMS = {"xla": kda, "reference": RECURRENCE}
@@ -276,3 +277,16 @@ def test_refusals_give_numbers_fault_7():
 def test_cases_are_the_real_models_shapes():
     assert CASES["kimi_k3"] == Case(B=1, T=4096, H=96, K=128, V=128, lower_bound=-5.0)
     assert (CASES["kimi_linear"].H, CASES["kimi_linear"].K, CASES["kimi_linear"].lower_bound) == (32, 128, None)
+
+
+def test_what_gates_and_norms_refuse() -> None:
+    with pytest.raises(ValueError, match=r"kda_gate: z has shape \(3, 4\); want \[B,T,H,K\]"):
+        kda_gate(jnp.zeros((3, 4)), jnp.zeros(3), lower_bound=-5.0)
+    with pytest.raises(ValueError, match=r"lower_bound is -inf; .* legal is negative and finite"):
+        kda_gate(jnp.zeros((1, 1, 1, 2)), jnp.zeros(1), lower_bound=-np.inf)
+    with pytest.raises(TypeError, match="l2norm: x has dtype int"):
+        l2norm(jnp.array([[3, 4]]))
+    with pytest.raises(TypeError, match="short_conv: x has dtype int"):
+        linear_attention.short_conv(jnp.ones((1, 3, 4), int), jnp.ones((4, 4)))
+    with pytest.raises(ValueError, match=r"short_conv: x has shape \(3, 4\) and w \(4, 4\)"):
+        linear_attention.short_conv(jnp.ones((3, 4)), jnp.ones((4, 4)))
