@@ -252,6 +252,7 @@ def test_built_wheel_holds_every_file_and_imports_elsewhere(tmp_path: Path) -> N
     held = {str(f.relative_to(site)) for f in site.rglob("*.py")}
     assert held == {name.replace(".", "/") + ".py" for _, name in source_files()}
     assert (site / "trillion_moe" / "py.typed").exists()
+    assert (site / "trillion_moe" / "configs" / "kimi_k3" / "config.json").exists()
 
     operators = sorted(f.parent.name for f in (ROOT / "kernels").glob("*/__init__.py"))
     assert operators

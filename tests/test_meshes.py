@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from trillion_moe import aot
 from trillion_moe.config import ModelConfig
 from trillion_moe.meshes import machine as module
 from trillion_moe.meshes.chips import CHIPS, KNOWN, TERA, Gpu, Tpu
@@ -167,3 +168,11 @@ def test_the_readme_lists_the_machines():
 
 def split(name: str) -> list[str]:
     return re.split(r"(\d+)", name)
+
+
+@pytest.mark.aot
+def test_no_ragged_exchange_on_a_chip_that_cannot_compile_one():
+    mesh = machine("tpu7x_64")
+    there = aot.devices(compiled_for(mesh), mesh.topology)
+    with pytest.raises(LayoutError, match="transport 'ragged' does not compile for TPU7x: legal are replicated"):
+        dataclasses.replace(mesh, transport="ragged").layout(there)

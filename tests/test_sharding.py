@@ -16,7 +16,7 @@ from tests.tiny import KDA, LINEAR, MLA, MOE, filled, tiny_k3
 import trillion_moe as tm
 from trillion_moe.blueprint import init
 from trillion_moe.config import VisionConfig
-from trillion_moe.model import Model, depth_plan
+from trillion_moe.model import Model, depth_plan, init_caches
 from trillion_moe.sharding import AXES, BATCH, RULES, Layout, LayoutError, model_axes, place, shardings
 from trillion_moe.steps import grad_step
 from trillion_moe.transforms.quantize import cast
@@ -143,6 +143,25 @@ def test_over_a_mesh_as_on_one_device(name: str, sizes: dict[str, int], options:
         assert difference <= 1e-9 * np.linalg.norm(grad), parameter
 
 
+def test_logits_and_caches_over_a_mesh() -> None:
+    """Prompts of unequal lengths, then a token more from the caches; a mesh that cuts sequences has none."""
+    model, random = filled(tiny_k3(**TWO, **HEADS)), np.random.default_rng(0)
+    tokens = random.integers(4, 300, (4, 12)).astype(np.int32)
+    segments = (np.arange(12) < np.array([[12], [7], [3], [12]])).astype(np.int32)
+    expected, caches = tm.forward(model, tokens, segments=segments)
+    after, _ = tm.forward(model, tokens[:, :1], caches=caches)
+    for sizes in ({"ep": 2, "tp": 2}, {"fsdp": 4}, {"cp": 4}):
+        cut = place(model, Layout.make(sizes))
+        found, caches = tm.forward(cut, tokens, segments=segments)
+        np.testing.assert_allclose(found[segments > 0], expected[segments > 0], rtol=1e-4, atol=1e-4)
+        if "cp" in sizes:
+            assert caches is None
+            with pytest.raises(LayoutError, match="a mesh with cp = 4 cuts sequences, and caches cannot be cut"):
+                tm.forward(cut, tokens, caches=init_caches(cut, 4, 16))
+        else:
+            np.testing.assert_allclose(tm.forward(cut, tokens[:, :1], caches=caches)[0], after, rtol=1e-4, atol=1e-4)
+
+
 def test_in_bfloat16() -> None:
     """Half precision rounds elsewhere on a mesh, and no more: as far from float32 as one device is.
 
@@ -216,6 +235,8 @@ def test_errors() -> None:
         Layout.make({"x": 2})
     with pytest.raises(LayoutError, match="dp 4 x tp 4 = 16 devices, but there are 8"):
         Layout.make({"dp": 4, "tp": 4})
+    with pytest.raises(LayoutError, match="mesh axis pp=2: legal is 1, pipeline stages are not built yet"):
+        Layout.make({"pp": 2})
     with pytest.raises(LayoutError, match="mesh axis tp=0: legal are sizes from 1"):
         Layout.make({"tp": 0})
     with pytest.raises(LayoutError, match="a rule for 'heds', which is no logical axis"):

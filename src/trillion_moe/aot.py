@@ -75,7 +75,12 @@ def compile_for(chip: Chip | str, f: Callable, *shapes: Any, options: dict[str, 
     mesh = Mesh(np.array(devices(chip)[:1]), ("x",))
     place = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes)
+    return compile_over(chip, mesh, jax.jit(f), *placed, options=options)
+
+
+def compile_over(chip: Chip, mesh: Mesh, jitted: Any, *shapes: Any, options: dict[str, Any] | None = None) -> Program:
+    """The program of a jitted function over a mesh of a chip's `devices`, where the shapes' shardings have them."""
     platform = "cuda" if isinstance(chip, Gpu) else "tpu"
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(f).trace(*placed).lower(lowering_platforms=(platform,))
+        lowered = jitted.trace(*shapes).lower(lowering_platforms=(platform,))
         return Program(lowered, lowered.compile(options))

@@ -201,8 +201,9 @@ _traced = jax.jit(_trace.trace)
 
 def forward(
     model: Model, tokens_BT: Any, *, segments: Any = None, images: Images = None, caches: Caches | None = None
-) -> tuple[Float[jax.Array, "B T V"], Caches]:
-    """-> logits float32 ``[B, T, V]`` and the caches after these tokens, to be handed to the next call.
+) -> tuple[Float[jax.Array, "B T V"], Caches | None]:
+    """-> logits float32 ``[B, T, V]`` and the caches after these tokens, to be handed to the next call (None over a
+    mesh that cuts sequences, which has none).
 
     tokens_BT: integer ids. segments: ``[B, T]``, 0 = padding (anywhere; its logits mean nothing), 1, 2, ... =
     documents; None = one document a row, or its continuation if `caches` are given. images: one ImageBatch for all

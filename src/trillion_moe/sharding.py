@@ -19,7 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from trillion_moe.weights import Dims, is_weight, weight_axes
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
-"""Pipeline stages, replicas, fully sharded replicas, experts, context (the sequence), tensors (heads and hidden)."""
+"""Pipeline stages (not built yet: 1), replicas, fully sharded replicas, experts, context (the sequence), tensors (heads
+and hidden)."""
 
 BATCH = ("dp", "fsdp", "ep")
 TOKENS = (*BATCH, "cp")
@@ -108,6 +109,8 @@ class Layout:
         shape = tuple(sizes.get(axis, 1) for axis in AXES)
         if bad := [f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True) if size < 1]:
             raise LayoutError(f"mesh axis {bad[0]}: legal are sizes from 1")
+        if sizes.get("pp", 1) != 1:
+            raise LayoutError(f"mesh axis pp={sizes['pp']}: legal is 1, pipeline stages are not built yet")
         devices = jax.devices() if devices is None else list(devices)
         if len(devices) < math.prod(shape):
             wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
@@ -159,7 +162,7 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def here(self) -> Any:
-        """The mesh as it is where this is traced: inside a pipeline, one axis of it is taken already."""
+        """The mesh as it is where this is traced: without devices where a program is compiled ahead of time."""
         around = jax.sharding.get_abstract_mesh()
         return around if around.axis_names == AXES else self.mesh
 
@@ -196,10 +199,7 @@ def island(
     def specs(tree: Any) -> Any:
         return jax.tree.map(lambda d: layout.spec(d.axes, whole=whole), tree, is_leaf=lambda d: isinstance(d, Dims))
 
-    free = set(AXES) - set(getattr(here, "manual_axes", ()))
-    return jax.shard_map(
-        f, mesh=here, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=free, check_vma=False
-    )
+    return jax.shard_map(f, mesh=here, in_specs=specs(in_axes), out_specs=specs(out_axes), check_vma=False)
 
 
 def dims(*axes: str | None) -> Dims:

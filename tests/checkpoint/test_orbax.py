@@ -115,6 +115,7 @@ def changed(change):
         (lambda about: about["arrays"].update(embed=["float32", [-1], 0]), "model.json: "),
         (lambda about: about["arrays"].update(embed=["object", [1], 0]), "model.json: "),
         (lambda about: about["arrays"].pop("embed"), "model.json: no array embed"),
+        (lambda about: about["arrays"].update(x=["float32", [1], 0]), "model.json: array x is of no weight"),
         (lambda about: about["plan"].pop(), "model.json: the plan has "),
         (lambda about: about["plan"][0].__setitem__(1, 10**9), "model.json: the plan has "),
         (lambda about: about["plan"][0][0].__setitem__(0, ["mla", "moe"]), "model.json: layer 0 is "),

@@ -49,6 +49,13 @@ def test_figures_of_a_step(settings, tmp_path, capsys, name: str, rows: int) -> 
     assert "ragged-all-to-all" in capsys.readouterr().out
 
 
+@pytest.mark.aot
+def test_what_a_tpu_cannot_hold_is_refused_in_a_sentence(settings, capsys) -> None:
+    big = ["--set", "train.batch_size=64000", "--set", "examples.max_length=16384"]
+    assert main([*settings, "--mesh", "v5p_32", *big]) == 1
+    assert capsys.readouterr().err.startswith("trillion-moe plan: the compiler of v5p_32 refuses this step: ")
+
+
 def test_a_gathered_bank_would_be_seen() -> None:
     layout = Layout.make({"ep": 8})
     bank = jax.ShapeDtypeStruct((64, 128, 64), jnp.uint8, sharding=layout.sharding("expert", None, None))

@@ -132,6 +132,22 @@ def test_a_dry_run_says_what_would_be_done(run, config, tmp_path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "rows.jsonl"}
 
 
+def test_a_mesh_by_flag(run, tmp_path, monkeypatch) -> None:
+    """A run over four devices; one that cannot be cut is refused before weights are read."""
+    four = ("--set", 'mesh={"ep": 2, "cp": 2}', "--set", "train.steps=1", "--set", "train.batch_size=null", "--quiet")
+    assert run(*four)[0] == 0
+    assert tm.load(json.loads((tmp_path / "out" / "config.json").read_text())["model"]).layout is None
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mesh"] == {"ep": 2, "cp": 2}
+
+    def read(*_, **__):
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("trillion_moe.api.load", read)
+    code, _, err = run("--set", 'mesh={"dp": 4}', "--output", tmp_path / "2", "--dry-run")
+    assert code == 1
+    assert "2 rows cannot be cut over dp 4 x fsdp 1 x ep 1: legal are multiples of 4" in err
+
+
 def test_an_output_that_cannot_be_written(run, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     code, said, err = run("--dry-run", "--output", tmp_path / "file" / "out")

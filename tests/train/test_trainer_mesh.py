@@ -53,6 +53,14 @@ def test_a_batch_that_no_mesh_can_cut(trainer, adapted, config) -> None:
         trainer(config(), model=over(adapted, {"fsdp": 4}))
 
 
+def test_a_run_says_what_its_capacity_drops(trainer, adapted, config, rows) -> None:
+    layout = tm.Layout.make({"ep": 2}, transport="all_to_all", capacity=0.02)  # of 64 tokens
+    run = config(train={"steps": 1, "eval_every": 1})
+    trainer(run, held_out=rows(3, first=10), model=tm.place(adapted, layout)).run(quiet=True)
+    assert [line["kind"] for line in lines(run)] == ["train", "eval"]
+    assert all(line["dropped_assignments"] > 0 for line in lines(run))
+
+
 @pytest.mark.parametrize("form", ["hf", "orbax"])
 def test_loaded_over_a_mesh(folder, tmp_path: Path, form: str) -> None:
     """The same bytes, each device with its part; what is saved from a mesh is what was loaded."""
@@ -99,6 +107,11 @@ def test_meshes_that_are_not_there(folder, tmp_path: Path) -> None:
     with pytest.raises(tm.LayoutError, match="= 16 devices, but there are 8"):
         tm.load(folder, mesh="h200x16")
     mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from trillion_moe.meshes.machine import MEMORY, Machine\n"
+        'MESH = Machine("mine", "cpu", {"ep": 4}, (MEMORY.switched(4),), transport="ragged")\n'
+    )
+    assert tm.load(folder, mesh=str(mine)).layout == tm.Layout.make({"ep": 4}, transport="ragged")
     mine.write_text("MESH = 3\n")
     with pytest.raises(tm.LayoutError, match=r"mine\.py must define MESH = Machine\(\.\.\.\), not int"):
         tm.load(folder, mesh=str(mine))

@@ -91,7 +91,8 @@ def _kda(rounds: int) -> dict[str, Any]:
         over, peak = part["time_over_tokamax"], part["peak_mb"]
         print(f"  {what}: {over['of_medians']:.2f} of its time by medians, {over['of_minima']:.2f} by minima; ", end="")
         print(f"peak {peak['ours']:.0f} MB, {peak['tokamax']:.0f} theirs", flush=True)
-    print(f"  outputs differ by {results['difference']:.1e} of the largest")
+    print(f"  outputs differ by {results['difference']:.1e} of the largest", end="")
+    print(f", gradients by {results['gradients_difference']:.1e}")
     return results
 
 

@@ -1,9 +1,7 @@
 """The training step of a run's configuration, compiled ahead of time for a machine, and what its compiler says."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -47,8 +45,8 @@ class Compiled:
 def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     """The step of one pass over text of the greatest length, rows as in `config.train`; one each if that is None.
 
-    Raises LayoutError for a machine without compiler and a model or batch that it cannot cut, AotError without the
-    compiler's plugin, and what the compiler itself raises.
+    Raises RunConfigError for settings that are not planned, LayoutError for a machine without compiler and a model or
+    batch that it cannot cut, AotError without the compiler's plugin and where it refuses the step.
     """
     chip = compiled_for(mesh)
     cfg = ModelConfig.from_file(config.model)
@@ -69,9 +67,11 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     optimizer = make_optimizer(config.optimizer, STEPS)
     arguments = trained, frozen, _state(optimizer, trained, layout), _batch(layout, rows, tokens)
     step = jax.jit(partial(train_step, optimizer, remat=config.train.remat), donate_argnums=(0, 2))
-    platform = "cuda" if isinstance(chip, Gpu) else "tpu"
-    with _kernels_of(chip), jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
-        compiled = step.trace(*arguments).lower(lowering_platforms=(platform,)).compile(_options(chip, arguments))
+    with using(dict.fromkeys(IMPLEMENTATIONS, _platform(chip))):  # a platform chooses its own only where it is there
+        try:
+            compiled = aot.compile_over(chip, layout.mesh, step, *arguments, options=_options(chip, arguments)).compiled
+        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what does not fit
+            raise aot.AotError(f"the compiler of {mesh.name} refuses this step: {str(error)[:500]}") from error
     memory = compiled.memory_analysis()
     return Compiled(
         rows,
@@ -89,7 +89,7 @@ def _model(cfg: ModelConfig, config: RunConfig, chip: Chip, layout: Layout) -> A
     """The model as it would be loaded for this chip, of arrays without values that lie over the mesh."""
     model = Model(cfg, dtype=config.dtype)
     if cfg.quantization is not None:
-        model = quantize_experts(model, layout=mxfp4.LAYOUT["gpu" if isinstance(chip, Gpu) else "tpu"])
+        model = quantize_experts(model, layout=mxfp4.LAYOUT[_platform(chip)])
     if config.lora is not None:
         model = add_lora(model, config.lora)
     model = place(model, layout)
@@ -127,8 +127,5 @@ def _options(chip: Chip, arguments: Any) -> dict[str, Any] | None:
     return {"xla_gpu_memory_limit_slop_factor": round(100 * wanted / assumed)} if assumed > 0 else None
 
 
-@contextlib.contextmanager
-def _kernels_of(chip: Chip) -> Iterator[None]:
-    """A platform chooses its kernels by itself only where it is the one that runs."""
-    with using(dict.fromkeys(IMPLEMENTATIONS, "gpu" if isinstance(chip, Gpu) else "tpu")):
-        yield
+def _platform(chip: Chip) -> str:
+    return "gpu" if isinstance(chip, Gpu) else "tpu"

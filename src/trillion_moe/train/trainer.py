@@ -112,8 +112,7 @@ class Trainer:
         self.tokens += count
         seconds = time.perf_counter() - began
         found |= {"lr": float(np.asarray(self.lr(self.step - 1))), "tokens": count, "tokens_per_s": count / seconds}
-        if self.layout is not None and self.layout.capacity is not None:
-            found["dropped_assignments"] = int(metrics["dropped"])
+        found |= self._dropped(metrics)
         report.line("train", self.step, found, metrics.get("expert_counts"))
         if self.held_out is not None and (last or _due(self.step, t.eval_every)):
             report.line("eval", self.step, self._evaluated())
@@ -148,7 +147,7 @@ class Trainer:
         for batch in self.held_out:
             sums.append(_evaluation(self.trainable, self.frozen, on_devices(batch, self.layout)))
             passes.append((_lines(batch), sums[-1][0]))
-        total, tokens, correct = (float(sum(x)) for x in zip(*sums, strict=True))
+        total, tokens, correct, dropped = (float(sum(x)) for x in zip(*sums, strict=True))
         loss = total / tokens
         if not np.isfinite(loss):
             raise NotFiniteError(
@@ -159,7 +158,14 @@ class Trainer:
             self.best, self.best_step, self.stale = loss, self.step, 0
         else:
             self.stale += 1
-        return {"loss": loss, "accuracy": correct / tokens, "best": self.best}
+        found = {"loss": loss, "accuracy": correct / tokens, "best": self.best}
+        return found | self._dropped({"dropped": dropped})
+
+    def _dropped(self, sums: Mapping[str, Any]) -> dict[str, int]:
+        """Assignments that no expert was given; nothing where none can be dropped."""
+        if self.layout is None or self.layout.capacity is None:
+            return {}
+        return {"dropped_assignments": int(sums.get("dropped", 0))}
 
     def _is_stale(self) -> bool:
         return self.config.train.patience is not None and self.stale >= self.config.train.patience
@@ -246,9 +252,10 @@ def _gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat
 
 
 @jax.jit
-def _evaluation(trainable: Any, frozen: Any, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _evaluation(trainable: Any, frozen: Any, batch: Any) -> tuple[Any, ...]:
+    """Sums: loss, counted targets, those that were the argmax, dropped assignments."""
     total, sums = loss_sum(combine(trainable, frozen), batch, remat=False)
-    return total, sums["tokens"], sums["correct"]
+    return total, sums["tokens"], sums["correct"], sums.get("dropped", 0)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -281,18 +288,21 @@ def rows_of_a_pass(config: RunConfig, layout: Layout | None) -> int:
 
 
 def _loader(examples: Examples, config: RunConfig, rows: int, *, seed: int | None, epochs: int | None) -> Loader:
-    """Rows are as long as powers of two from 64 on, so that few programs are compiled; max_length is the greatest."""
-    longest = max(len(item.ids) for item in examples.items)
-    top = config.examples.max_length or bucket(longest)
-    lengths = [length for length in _powers(top) if length < top] + [top]
+    lengths = _lengths(examples, config)
     return Loader(examples, batch_size=rows, lengths=lengths, seed=seed, epochs=epochs, pack=config.train.pack)
+
+
+def _lengths(examples: Examples, config: RunConfig) -> list[int]:
+    """Powers of two from 64 on, so that few programs are compiled; max_length, or what holds all, is the greatest."""
+    top = config.examples.max_length or bucket(max(len(item.ids) for item in examples.items))
+    return [length for length in _powers(top) if length < top] + [top]
 
 
 def check_rows(config: RunConfig, cfg: ModelConfig, layout: Layout | None, parts: Sequence[Examples | None]) -> None:
     """LayoutError for batches, of training or evaluation, that the mesh cannot cut."""
     rows = rows_of_a_pass(config, layout)
     for examples in filter(None, parts):
-        for length in _loader(examples, config, rows, seed=None, epochs=1).lengths:
+        for length in _lengths(examples, config):
             check_batch(layout, rows, length, least=least_tokens(cfg))
 
 
