@@ -76,7 +76,7 @@ class Machine:
     """axes: sizes of the mesh axes that are not 1; their product is the number of devices.
 
     chip: of `chips.KNOWN`. tiers: the fastest first, the last spans all devices. topology: as `aot.devices` takes it,
-    None where there is no compiler to ask. cloud: what a provider calls it. rules, transport, capacity, chunks: as of
+    None where there is no compiler to ask. cloud: what a provider calls it. The rest, from rules on: as of
     `sharding.Layout`.
 
     On a TPU every axis must be a side of the torus or a product of some: JAX lays it so that its neighbours are.
@@ -92,6 +92,9 @@ class Machine:
     transport: str = "replicated"
     capacity: float | None = None
     chunks: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1
+    microbatches: int | None = None
 
     def __post_init__(self):
         if self.chip not in KNOWN:
@@ -126,6 +129,9 @@ class Machine:
             transport=self.transport,
             capacity=self.capacity,
             chunks=self.chunks,
+            schedule=self.schedule,
+            virtual=self.virtual,
+            microbatches=self.microbatches,
         )
 
 

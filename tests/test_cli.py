@@ -14,7 +14,7 @@ from tests.tiny import filled, tiny_k3
 
 import trillion_moe as tm
 from trillion_moe.cli import main
-from trillion_moe.model import layer_places
+from trillion_moe.layers.segments import layer_places
 from trillion_moe.transforms.targets import places
 
 ABOUT = {"model_type": "kimi_k3", "layers": 8, "kda_layers": 6, "mla_layers": 2, "dtype": "float32"}

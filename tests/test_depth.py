@@ -13,7 +13,8 @@ import trillion_moe as tm
 from trillion_moe.blueprint import abstract
 from trillion_moe.layers.block import Context
 from trillion_moe.layers.depth import Run, attention_residuals
-from trillion_moe.model import Model, depth_plan
+from trillion_moe.layers.segments import depth_plan
+from trillion_moe.model import Model
 
 F32 = TOLERANCE["float32"]
 

@@ -11,7 +11,7 @@ import trillion_moe as tm
 from trillion_moe.kernels import linear_attention
 from trillion_moe.layers.block import Context
 from trillion_moe.layers.kda import KDA
-from trillion_moe.model import layer_places
+from trillion_moe.layers.segments import layer_places
 from trillion_moe.transforms import cast
 
 BAR = 1e-4  # two independent float32 implementations differ by 2e-5 after 8 layers

@@ -16,7 +16,8 @@ from trillion_moe.config import MoEConfig
 from trillion_moe.layers.block import Context
 from trillion_moe.layers.kda import KDA
 from trillion_moe.layers.moe import MoE
-from trillion_moe.model import Model, grow, layer_places
+from trillion_moe.layers.segments import layer_places
+from trillion_moe.model import Model, grow
 from trillion_moe.transforms import cast
 from trillion_moe.transforms.targets import places
 

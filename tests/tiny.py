@@ -11,7 +11,8 @@ import trillion_moe as tm
 from trillion_moe.blueprint import init
 from trillion_moe.config import KDAConfig, MLAConfig, MoEConfig, VisionConfig
 from trillion_moe.data.tiktoken_model import K3_ADDED, K3_RANKS, write_tiktoken
-from trillion_moe.model import Model, at_repeat, depth_plan, layer_places
+from trillion_moe.layers.segments import depth_plan, layer_places
+from trillion_moe.model import Model, at_repeat
 from trillion_moe.transforms.targets import places
 
 KDA = KDAConfig(num_heads=3, head_dim=8, conv_width=4, gate_lower_bound=-5.0, full_rank_gate=True, a_log_shape=(4,))

@@ -23,12 +23,13 @@ from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.generate import Completion, Piece, Session, generate, stream
 from trillion_moe.inputs import Images, InputError, check_inputs, traced
 from trillion_moe.kernels import mxfp4
-from trillion_moe.layers.block import LayerSpec
+from trillion_moe.layers.segments import LayerSpec, Segment, depth_plan, staged, staged_plan
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.meshes.machine import layout_of
-from trillion_moe.model import Caches, Model, Segment, bucket, depth_plan, grow
+from trillion_moe.model import Caches, Model, bucket, grow
 from trillion_moe.ops import using
-from trillion_moe.sharding import Layout, LayoutError, place
+from trillion_moe.sharding import Layout, LayoutError
+from trillion_moe.sharding import place as _place
 from trillion_moe.transforms import (
     LoRAConfig,
     add_lora,
@@ -39,6 +40,7 @@ from trillion_moe.transforms import (
     remove_lora,
 )
 from trillion_moe.transforms.adapters import with_lora
+from trillion_moe.transforms.segments import restack
 from trillion_moe.verify import VerifyError, verify
 from trillion_moe.verify.report import load as _load_operators
 from trillion_moe.weights import PackedLayout
@@ -118,14 +120,37 @@ def load(
     if checkpoint.is_orbax(path):
         if (dtype, quantization, scan) != (None, "keep", None):
             raise InputError(f"{path} is an Orbax checkpoint, loaded as it is: no dtype, quantization or scan is legal")
-        return checkpoint.load_orbax(path, _build, layout=layout)
+        model = checkpoint.load_orbax(path, _build, layout=layout)
+        return model if layout is None and staged(model.plan) is None else place(model, layout)
     stored = checkpoint.read_config(path)
     held = stored if quantization == "keep" else dataclasses.replace(stored, quantization=None)
-    model = Model(held, dtype=_dtype_name(dtype), plan=depth_plan(held, scan=scan))
+    model = Model(held, dtype=_dtype_name(dtype), plan=_plan(held, layout, scan))
     if held.quantization is not None:
         model = quantize_experts(model, layout=_PACKED_LAYOUT.get(jax.default_backend(), "nk"))
-    model = model if layout is None else place(model, layout)
+    model = model if layout is None else _place(model, layout)
     return checkpoint.load_into(model, path, stored, keep_dtypes=dtype is None)
+
+
+def _plan(cfg: ModelConfig, layout: Layout | None, scan: bool | None = None) -> tuple[Segment, ...]:
+    """The depth plan of a model that is to lie so."""
+    if layout is None or layout.size("pp") == 1:
+        return depth_plan(cfg, scan=scan)
+    if scan is not None:
+        raise ValueError(f"scan is {scan!r} over pipeline stages, which are always stacked: legal is None")
+    return staged_plan(cfg, layout.size("pp"), layout.virtual)
+
+
+def place(model: Model, layout: Layout | None) -> Model:
+    """The model with its arrays on a mesh (None: on one device), restacked if its layers are to lie on pipeline stages,
+    or did; computes the same. LayoutError for a model that the mesh cannot cut."""
+    plan = _plan(model.config, layout)
+    if staged(model.plan) != staged(plan):
+        model = restack(model, plan)
+    if layout is not None:
+        return _place(model, layout)
+    model = jax.device_put(model, jax.devices()[0])
+    model.layout = None
+    return model
 
 
 def _dtype_name(dtype: str | None) -> str | None:
@@ -135,12 +160,11 @@ def _dtype_name(dtype: str | None) -> str | None:
     return None if dtype is None else jnp.dtype(dtype).name
 
 
-def _build(cfg: ModelConfig, dtype: str, segments) -> Model:
-    return Model(
-        cfg,
-        dtype=dtype,
-        plan=tuple(Segment(tuple(LayerSpec(*kind) for kind in layers), repeats) for layers, repeats in segments),
+def _build(cfg: ModelConfig, dtype: str, depth) -> Model:
+    plan = tuple(
+        Segment(tuple(LayerSpec(*kind) for kind in s.layers), s.repeats, s.stages, s.virtual, s.numbers) for s in depth
     )
+    return Model(cfg, dtype=dtype, plan=plan)
 
 
 def save(

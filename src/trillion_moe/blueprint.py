@@ -91,21 +91,28 @@ def abstract(blueprint: Any) -> Any:
     )
 
 
-def stack(blueprint: Any, repeats: int) -> Any:
-    """The blueprint of `repeats` copies of a module, each leaf with a leading "repeats" axis. 1 leaves it unchanged."""
+def stack(blueprint: Any, repeats: int, axis: str = "repeats") -> Any:
+    """The blueprint of `repeats` copies of a module, each leaf with a leading axis of this name. 1 leaves it
+    unchanged."""
     if repeats == 1:
         return blueprint
     return jax.tree.map(
-        lambda s: dataclasses.replace(s, shape=(repeats, *s.shape), axes=("repeats", *s.axes)),
+        lambda s: dataclasses.replace(s, shape=(repeats, *s.shape), axes=(axis, *s.axes)),
         blueprint,
     )
 
 
-def repeat_starts(plan: Sequence[Any]) -> list[list[int]]:
-    """Depth plan -> for each segment, the number in the whole model of the first layer of each of its repeats."""
-    starts, layer = [], 0
+def layer_numbers(plan: Sequence[Any]) -> list[tuple[tuple[int | None, ...], ...]]:
+    """Depth plan -> for each segment and each of its repeats, the numbers in the whole model of its layers.
+
+    None: a slot of a pipeline's stage that no layer fills.
+    """
+    numbers, layer = [], 0
     for segment in plan:
         size = len(segment.layers)
-        starts.append([layer + r * size for r in range(segment.repeats)])
-        layer += size * segment.repeats
-    return starts
+        inner = segment.numbers or tuple(
+            tuple(range(layer + r * size, layer + (r + 1) * size)) for r in range(segment.repeats)
+        )
+        numbers.append(inner)
+        layer += sum(number is not None for repeat in inner for number in repeat)
+    return numbers

@@ -15,60 +15,18 @@ from flax import nnx
 
 from trillion_moe.blueprint import Spec, constant, normal, stack
 from trillion_moe.config import ModelConfig
-from trillion_moe.layers.block import Block, Context, LayerSpec
+from trillion_moe.layers import pipeline
+from trillion_moe.layers.block import Block, Context
 from trillion_moe.layers.depth import Run, attention_residuals, residual_stream
 from trillion_moe.layers.mla import MLACache
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.residual import AttnRes
+from trillion_moe.layers.segments import Plan, check_plan, depth_plan, layer_places, staged
 from trillion_moe.layers.vision import Features, ImageBatch, Projector, VisionTower, splice
 from trillion_moe.layers.vocabulary import cross_entropy, look_up
 from trillion_moe.ops import accumulator, dot
 from trillion_moe.sharding import Layout, LayoutError, check_batch, pin
 from trillion_moe.weights import Weight
-
-SCAN_ABOVE = 16  # layers; a shallower model is unrolled, which runs faster and still compiles in seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """`layers` run one after the other, the whole `repeats` times (then with stacked parameters, under a scan)."""
-
-    layers: tuple[LayerSpec, ...]
-    repeats: int
-
-
-def depth_plan(cfg: ModelConfig, *, scan: bool | None = None) -> tuple[Segment, ...]:
-    """Depth as data. A repeat is one block of attention residuals; without them, the shortest repeating run of layers.
-
-    scan: stack what repeats; None decides by depth (more than SCAN_ABOVE layers).
-    """
-    kinds = tuple(LayerSpec(a, f) for a, f in zip(cfg.attention, cfg.mlp, strict=True))
-    scan = len(kinds) > SCAN_ABOVE if scan is None else scan
-    if cfg.attn_res_block is None:
-        return tuple(_runs(kinds)) if scan else (Segment(kinds, 1),)
-    size, segments = cfg.attn_res_block, []
-    for block in (kinds[i : i + size] for i in range(0, len(kinds), size)):
-        if scan and segments and segments[-1].layers == block:
-            segments[-1] = Segment(block, segments[-1].repeats + 1)
-        else:
-            segments.append(Segment(block, 1))
-    return tuple(segments)
-
-
-def _runs(kinds: tuple[LayerSpec, ...]) -> list[Segment]:
-    """Cut into runs: at each layer the period (at most 8) whose repetition covers most, the shortest on a tie."""
-    segments, i = [], 0
-    while i < len(kinds):
-        best = (1, -1, 1)  # layers covered, -period, repeats
-        for period in range(1, min(8, len(kinds) - i) + 1):
-            repeats = 1
-            while kinds[i : i + period] == kinds[i + repeats * period : i + (repeats + 1) * period]:
-                repeats += 1
-            if repeats > 1:
-                best = max(best, (repeats * period, -period, repeats))
-        segments.append(Segment(kinds[i : i - best[1]], best[2]))
-        i += best[0]
-    return segments
 
 
 class Model(nnx.Module):
@@ -86,15 +44,18 @@ class Model(nnx.Module):
     vision: Any = nnx.data()
     projector: Any = nnx.data()
 
-    def __init__(self, cfg: ModelConfig, *, dtype: str | None = None, plan: tuple[Segment, ...] | None = None):
+    def __init__(self, cfg: ModelConfig, *, dtype: str | None = None, plan: Plan | None = None):
         dtype = dtype or cfg.dtype
         self.config, self.dtype, self.layout = cfg, dtype, None
         self.plan = depth_plan(cfg) if plan is None else plan
-        _check_plan(cfg, self.plan)
+        check_plan(cfg, self.plan)
         d, v, std = cfg.hidden_size, cfg.vocab_size, normal(cfg.initializer_range)
         self.embed = Spec((v, d), dtype, ("vocab", "embed"), std)
         self.segments = tuple(
-            tuple(stack(Block(cfg, kind, dtype=dtype), segment.repeats) for kind in segment.layers)
+            tuple(
+                stack(Block(cfg, kind, dtype=dtype), segment.repeats, "stages" if segment.numbers else "repeats")
+                for kind in segment.layers
+            )
             for segment in self.plan
         )
         self.out_res = AttnRes(cfg, dtype=dtype) if cfg.attn_res_block is not None else None
@@ -102,26 +63,6 @@ class Model(nnx.Module):
         self.head = None if cfg.tie_embeddings else Spec((d, v), dtype, ("embed", "vocab"), std)
         self.vision = VisionTower(cfg, dtype=dtype) if cfg.vision is not None else None
         self.projector = Projector(cfg, dtype=dtype) if cfg.vision is not None else None
-
-
-def _check_plan(cfg: ModelConfig, plan: tuple[Segment, ...]) -> None:
-    """ValueError for a plan that would compute another model than the config's."""
-    kinds = [kind for segment in plan for kind in segment.layers * segment.repeats]
-    if kinds != [LayerSpec(a, f) for a, f in zip(cfg.attention, cfg.mlp, strict=True)]:
-        raise ValueError(f"the plan's {len(kinds)} layers are not the {cfg.num_layers} of the config, in its order")
-    sizes = [len(segment.layers) for segment in plan for _ in range(segment.repeats)]
-    block = cfg.attn_res_block
-    if block is not None and sizes != [min(block, cfg.num_layers - i) for i in range(0, cfg.num_layers, block)]:
-        raise ValueError(f"a repeat must be one block of attention residuals, {block} layers; the plan has {sizes}")
-
-
-def layer_places(model_plan: tuple[Segment, ...]) -> list[tuple[int, int, int | None]]:
-    """For every layer: its segment, its place in it, and its repeat (None in a segment that does not repeat)."""
-    places = []
-    for s, segment in enumerate(model_plan):
-        for r in range(segment.repeats):
-            places += [(s, j, None if segment.repeats == 1 else r) for j in range(len(segment.layers))]
-    return places
 
 
 @jax.tree_util.register_dataclass
@@ -236,6 +177,41 @@ def embed(model: Model, tokens_BT, features: Features | None = None, segments_BT
     return pin(model.layout, splice(x_BTD, holds_BT, features), "batch", "time", None)
 
 
+def _on_stages(model: Model, x_RTD, segments_RT) -> tuple[pipeline.Pipe, tuple[Any, ...], pipeline.Grid, Any]:
+    """How this batch goes over the stages: their layers, what the layers are, and the microbatches ``[M, n, B, T, D]``
+    as they come to the first."""
+    segment = staged(model.plan)
+    if model.layout is None or segment is None or segment.stages != model.layout.size("pp"):
+        raise LayoutError("this model is cut into pipeline stages: it runs over their mesh alone, see load(mesh=)")
+    check_batch(model.layout, *x_RTD.shape[:2], least=least_tokens(model.config))
+    pipe = pipeline.Pipe.make(model.config, model.plan, model.layout, len(x_RTD))
+    *lead, blocks = model.segments
+    rows = pipe.lead(lead[0] if lead else (), x_RTD, segments_RT)
+    return pipe, blocks, pipeline.grid(model.plan, model.config), pipe.parted(rows, 1)
+
+
+def _over_stages(model: Model, x_RTD, segments_RT, caches, tracing: bool):
+    """`trunk`, forwards over the stages of a pipeline."""
+    if caches is not None or tracing:
+        raise LayoutError("over pipeline stages there are neither caches nor traces: legal is a mesh with pp = 1")
+    segments_RT = _documents(x_RTD, segments_RT)
+    pipe, blocks, grid, first = _on_stages(model, x_RTD, segments_RT)
+    mixed_MBTD, aux = pipeline.run(pipe, blocks, grid, model.out_res, first, pipe.parted(segments_RT))
+    x_RTD = pin(model.layout, pipe.whole(mixed_MBTD), "batch", "time", None)
+    hidden_RTD = rms_norm(x_RTD, model.norm, model.config.rms_norm_eps)
+    return hidden_RTD, None, _by_layer(model, aux), (x_RTD, None)
+
+
+def _documents(x_RTD, segments_RT) -> jax.Array:
+    return jnp.ones(x_RTD.shape[:2], jnp.int32) if segments_RT is None else segments_RT
+
+
+def _by_layer(model: Model, aux: tuple[Any, ...]) -> list[Any]:
+    """Aux of the slots on stages, by layer; of those before there is none."""
+    places = [(j, r) for s, j, r in layer_places(model.plan) if s == len(model.plan) - 1]
+    return [at_repeat(aux[j], r) for j, r in places]
+
+
 def trunk(
     model: Model, x_BTD, segments_BT=None, caches: Caches | None = None, *, remat: bool = False, tracing: bool = False
 ) -> tuple[jax.Array, Any, list[Any], tuple[jax.Array, Any]]:
@@ -245,6 +221,8 @@ def trunk(
     A row whose tokens do not fit the caches comes out as NaN.
     """
     cfg = model.config
+    if staged(model.plan):
+        return _over_stages(model, x_BTD, segments_BT, caches, tracing)
     if remat and caches is not None:
         raise ValueError("remat recomputes for gradients; with caches there are none to take")
     run = Run(cfg, tuple(s.repeats for s in model.plan), tracing=tracing, remat=remat)
@@ -291,7 +269,7 @@ def _context(shape, segments_BT, caches: Caches | None, layout: Layout | None):
 
 
 def _cached(model: Model) -> bool:
-    return model.layout is None or model.layout.size("cp") == 1
+    return staged(model.plan) is None and (model.layout is None or model.layout.size("cp") == 1)
 
 
 def unembed(model: Model, hidden: jax.Array) -> jax.Array:
@@ -307,7 +285,7 @@ def forward(model: Model, tokens_BT, *, segments=None, images: ImageBatch | None
     """-> logits float32 ``[B, T, V]``, caches. Positions of padding hold no meaning.
 
     Without caches, new ones with room for exactly these tokens are made, so that a later call may go on (`grow` them);
-    none where a mesh cuts the sequence.
+    none where a mesh cuts the sequence, or layers into stages.
     """
     caches = init_caches(model, *tokens_BT.shape) if caches is None and _cached(model) else caches
     rows = Compaction.of(segments)
@@ -358,7 +336,8 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
     batch: ``tokens`` int32 [B, T]; optional ``segments`` int32 [B, T], ``loss_mask`` bool [B, T], ``images`` ImageBatch
     (placeholders expanded). metrics: ``tokens`` (targets counted, int32), ``correct`` (those that were the argmax),
     ``expert_counts`` int32 [MoE layers, E], ``dropped`` int32 (assignments that no expert was given, for want of room
-    on the wire). remat: recompute layers in the backward pass instead of keeping their intermediates.
+    on the wire). remat: recompute layers in the backward pass instead of keeping their intermediates; on pipeline
+    stages they always are.
     """
     rows = Compaction.of(batch.get("segments"))
     by_token = {k: batch[k] for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
@@ -366,8 +345,16 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
     targets_BT, counted_BT = next_token_targets(model, batch)
     features = image_features(model, batch.get("images"))
     x_BTD = embed(model, batch["tokens"], features, batch.get("segments"))
-    hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
-    total, correct = cross_entropy(_head(model), hidden_BTD, targets_BT, counted_BT, model.layout)
+    if staged(model.plan):
+        segments_BT = _documents(x_BTD, batch.get("segments"))
+        pipe, blocks, grid, first = _on_stages(model, x_BTD, segments_BT)
+        tokens = pipeline.Tokens(*map(pipe.parted, (segments_BT, targets_BT, counted_BT)))
+        tail = pipeline.Tail(model.out_res, model.norm, _head(model))
+        total, correct, aux = pipeline.loss(pipe, blocks, grid, tail, first, tokens)
+        aux = _by_layer(model, aux)
+    else:
+        hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
+        total, correct = cross_entropy(_head(model), hidden_BTD, targets_BT, counted_BT, model.layout)
     moe = [layer for layer in aux if "expert_counts" in layer]
     counts = [layer["expert_counts"] for layer in moe]
     metrics = {"tokens": jnp.sum(counted_BT, dtype=jnp.int32), "correct": correct}

@@ -34,7 +34,7 @@ from trillion_moe.data.chat import encode_each
 from trillion_moe.data.images import preprocess_all
 from trillion_moe.data.processor import Processor
 from trillion_moe.data.tiktoken_model import write_tiktoken
-from trillion_moe.model import depth_plan
+from trillion_moe.layers.segments import depth_plan
 from trillion_moe.steps import train_step
 
 BATCH, NEEDED_BASE, NEEDED_ADAPTER = 64, 0.90, 0.85

@@ -19,22 +19,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from trillion_moe.weights import Dims, is_weight, weight_axes
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
-"""Pipeline stages (not built yet: 1), replicas, fully sharded replicas, experts, context (the sequence), tensors (heads
-and hidden)."""
+"""Pipeline stages, replicas, fully sharded replicas, experts, context (the sequence), tensors (heads and hidden)."""
 
 BATCH = ("dp", "fsdp", "ep")
-TOKENS = (*BATCH, "cp")
-"""The mesh axes over which tokens may lie, no two devices along them the same."""
+"""What a microbatch is cut over."""
 
 TRANSPORTS = ("replicated", "all_to_all", "ragged")
 """How tokens reach their experts; see `layers.exchange`."""
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations
-    "batch": BATCH,
+    "batch": ("pp", *BATCH),
     "time": ("cp",),
     # parameters
     "repeats": (),
+    "stages": ("pp",),
     "embed": ("fsdp", "ep"),
     "norm": (),
     "vocab": ("tp",),
@@ -64,13 +63,18 @@ RULES: dict[str, tuple[str, ...]] = {
 GATHERED = "embed"
 
 _FIXED: dict[str, tuple[tuple[str, ...], ...]] = {  # what islands communicate over
-    "batch": (BATCH,),
+    "batch": (("pp", *BATCH), BATCH),
+    "repeats": ((),),
+    "stages": (("pp",),),
     "time": (("cp",),),
     "vocab": (("tp",),),
     "expert": (("ep",),),
     "expert_embed": ((),),
     "expert_mlp": ((), ("tp",)),
 }
+SCHEDULES = ("1f1b", "gpipe")
+"""When a stage goes back: as soon as it can, or after it has seen all microbatches."""
+
 _NO_RAGGED = ("TPU7x",)  # seen with jaxlib 0.10.2
 
 
@@ -87,6 +91,8 @@ class Layout:
     capacity: share of a chunk's tokens that a device may send to one other, with transport "all_to_all"; None = all.
     chunks: into how many parts a device's tokens are exchanged, so that one is underway while another is computed. One
     exchange more a layer carries nothing, which costs bytes where the transport is not "ragged".
+    schedule, virtual, microbatches: of a pipeline, see `layers.schedule`: one of `SCHEDULES`, how many runs of layers a
+    stage holds, and into how many parts a batch is cut, a multiple of pp; None = one row a device each.
     """
 
     mesh: Mesh
@@ -94,6 +100,9 @@ class Layout:
     transport: str = "replicated"
     capacity: float | None = None
     chunks: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1
+    microbatches: int | None = None
 
     @classmethod
     def make(
@@ -109,8 +118,6 @@ class Layout:
         shape = tuple(sizes.get(axis, 1) for axis in AXES)
         if bad := [f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True) if size < 1]:
             raise LayoutError(f"mesh axis {bad[0]}: legal are sizes from 1")
-        if sizes.get("pp", 1) != 1:
-            raise LayoutError(f"mesh axis pp={sizes['pp']}: legal is 1, pipeline stages are not built yet")
         devices = jax.devices() if devices is None else list(devices)
         if len(devices) < math.prod(shape):
             wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
@@ -130,9 +137,38 @@ class Layout:
             raise LayoutError(f"capacity = {self.capacity}: legal is above 0 up to 1, with 'all_to_all' alone")
         if self.chunks < 1:
             raise LayoutError(f"chunks = {self.chunks}: legal is at least 1")
+        self._check_pipeline()
         kind = self.mesh.devices.flat[0].device_kind
         if self.transport == "ragged" and kind in _NO_RAGGED:
             raise LayoutError(f"transport 'ragged' does not compile for {kind}: legal are replicated, all_to_all")
+
+    def _check_pipeline(self) -> None:
+        stages = self.size("pp")
+        if self.schedule not in SCHEDULES:
+            raise LayoutError(f"no schedule {self.schedule!r}: legal are {', '.join(SCHEDULES)}")
+        if self.virtual < 1 or (stages == 1 and self.virtual != 1):
+            raise LayoutError(f"virtual = {self.virtual} over pp = {stages}: legal is at least 1, and 1 without stages")
+        if self.microbatches is not None and (self.microbatches < 1 or self.microbatches % stages):
+            raise LayoutError(f"microbatches = {self.microbatches}: legal are multiples of pp = {stages}")
+        if self.microbatches not in (None, 1) and stages == 1:
+            raise LayoutError(f"microbatches = {self.microbatches} over pp = 1: legal is null, without stages")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch that keep every device busy: one each, over stages four microbatches for each stage."""
+        stages = self.size("pp")
+        return self.size(*BATCH) * (1 if stages == 1 else self.microbatches or 4 * stages)
+
+    @property
+    def within(self) -> "Layout":
+        """Of one stage: its batch is a microbatch, which is not cut over stages."""
+        rules = tuple((name, BATCH if name == "batch" else axes) for name, axes in self.rules)
+        return dataclasses.replace(self, rules=rules)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The mesh axes over which tokens lie, no two devices along them the same."""
+        return *self.over("batch"), *self.over("time")
 
     def size(self, *axes: str) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -199,7 +235,11 @@ def island(
     def specs(tree: Any) -> Any:
         return jax.tree.map(lambda d: layout.spec(d.axes, whole=whole), tree, is_leaf=lambda d: isinstance(d, Dims))
 
-    return jax.shard_map(f, mesh=here, in_specs=specs(in_axes), out_specs=specs(out_axes), check_vma=False)
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # of a pipeline around
+    names = set(AXES) - set(manual)
+    return jax.shard_map(
+        f, mesh=here, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=names, check_vma=False
+    )
 
 
 def dims(*axes: str | None) -> Dims:
@@ -250,19 +290,24 @@ def gathered(layout: Layout | None, module: Any, blueprint: Callable[[], Any]) -
     return jax.tree.map(collect, module, axes_like(module, blueprint()))
 
 
-def shardings(model: Any, layout: Layout) -> Any:
-    """The tree of `NamedSharding` of a model or blueprint.
+def cut_for(model: Any) -> tuple[int, int]:
+    """The pipeline stages, and runs of layers on each, that a model's depth plan is made for."""
+    return next(((s.stages, s.virtual) for s in model.plan if s.numbers), (1, 1))
+
+
+def shardings(model: Any, layout: Layout, *, whole: tuple[str, ...] = ()) -> Any:
+    """The tree of `NamedSharding` of a model or blueprint; what is named in `whole` is not cut.
 
     Raises LayoutError naming the parameter, its size and what would divide it.
     """
 
     def one(path, leaf, d: Dims) -> NamedSharding:
         try:
-            spec = layout.spec(d.axes)
+            spec = layout.spec(d.axes, whole=whole)
         except LayoutError as error:
             raise LayoutError(f"{jax.tree_util.keystr(path)}: {error}") from None
         for size, axis in zip(leaf.shape, d.axes, strict=True):
-            parts = layout.size(*layout.over(axis))
+            parts = 1 if axis in whole else layout.size(*layout.over(axis))
             if size % parts:
                 raise LayoutError(
                     f"{jax.tree_util.keystr(path)} has {size} along {axis!r}, not a multiple of {parts} "
@@ -291,6 +336,13 @@ def check_batch(layout: Layout | None, rows: int, tokens: int, *, least: int = 1
         if size % parts:
             axes = " x ".join(f"{axis} {layout.size(axis)}" for axis in layout.over(name))
             raise LayoutError(f"{size} {what} cannot be cut over {axes}: legal are multiples of {parts}")
+    micro = layout.microbatches or layout.size("pp")
+    least_rows, least_tokens = micro * layout.size(*BATCH), layout.size("pp", "cp")
+    if rows % least_rows or tokens % least_tokens:
+        raise LayoutError(
+            f"{rows} rows of {tokens} tokens cannot be cut into {micro} microbatches for {layout.size('pp')} stages: "
+            f"legal are multiples of {least_rows} rows and {least_tokens} tokens"
+        )
     if layout.size("cp") > 1 and tokens // layout.size("cp") < least:
         raise LayoutError(
             f"{tokens} tokens a row leave {tokens // layout.size('cp')} on each device along cp: its convolutions need "
@@ -299,7 +351,15 @@ def check_batch(layout: Layout | None, rows: int, tokens: int, *, least: int = 1
 
 
 def place(model: Any, layout: Layout) -> Any:
-    """The model with its arrays on the mesh and the layout with it. A blueprint stays one; see `shardings`."""
+    """The model with its arrays on the mesh and the layout with it. A blueprint stays one; see `shardings`.
+
+    Raises LayoutError, too, for a model that is not cut into the stages of this mesh.
+    """
+    if (cut := cut_for(model)) != (layout.size("pp"), layout.virtual):
+        raise LayoutError(
+            f"the model's layers are cut for pp {cut[0]} x virtual {cut[1]}, the mesh has pp {layout.size('pp')} x "
+            f"virtual {layout.virtual}: load it with mesh=, or place it with tm.place"
+        )
     where = shardings(model, layout)
     placed = jax.tree.map(lambda x, at: jax.device_put(x, at) if isinstance(x, jax.Array) else x, model, where)
     placed.layout = layout

@@ -16,7 +16,8 @@ from trillion_moe.checkpoint import CheckpointError
 from trillion_moe.checkpoint.adapters import read_adapter
 from trillion_moe.checkpoint.names import tree_leaves
 from trillion_moe.config import VisionConfig
-from trillion_moe.model import Model, depth_plan
+from trillion_moe.layers.segments import depth_plan
+from trillion_moe.model import Model
 from trillion_moe.transforms import LoRAConfig, add_lora
 from trillion_moe.transforms.adapters import with_lora
 from trillion_moe.transforms.targets import places

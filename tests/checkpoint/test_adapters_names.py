@@ -8,7 +8,8 @@ from tests.tiny import LINEAR, tiny_k3
 
 from trillion_moe.checkpoint.adapter_names import Home, Names
 from trillion_moe.config import ModelConfig
-from trillion_moe.model import Model, depth_plan
+from trillion_moe.layers.segments import depth_plan
+from trillion_moe.model import Model
 from trillion_moe.transforms.targets import places
 
 

@@ -117,8 +117,13 @@ def changed(change):
         (lambda about: about["arrays"].pop("embed"), "model.json: no array embed"),
         (lambda about: about["arrays"].update(x=["float32", [1], 0]), "model.json: array x is of no weight"),
         (lambda about: about["plan"].pop(), "model.json: the plan has "),
-        (lambda about: about["plan"][0].__setitem__(1, 10**9), "model.json: the plan has "),
-        (lambda about: about["plan"][0][0].__setitem__(0, ["mla", "moe"]), "model.json: layer 0 is "),
+        (lambda about: about["plan"][0].__setitem__("repeats", 10**9), "model.json: the plan has "),
+        (
+            lambda about: about["plan"][0].__setitem__("numbers", [[0]]),
+            "model.json: a segment of 1 repeats has numbers",
+        ),
+        (lambda about: about["plan"][0].__setitem__("stages", 0), "model.json: plan.0: .* stages 0"),
+        (lambda about: about["plan"][0]["layers"].__setitem__(0, ["mla", "moe"]), "model.json: layer 0 is "),
         (
             lambda about: about["arrays"]["embed"].__setitem__(1, [4, 4]),
             "embed is [4, 4], config.json makes it [160, 64]",

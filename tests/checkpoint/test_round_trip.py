@@ -15,7 +15,8 @@ from tests.checkpoint.tools import FLOAT32, GOLDENS, Checkpoint, blueprint_of, l
 from trillion_moe import checkpoint
 from trillion_moe.checkpoint.names import ROWS, slots, tree_leaves
 from trillion_moe.config import ModelConfig
-from trillion_moe.model import Model, depth_plan
+from trillion_moe.layers.segments import depth_plan
+from trillion_moe.model import Model
 from trillion_moe.transforms import quantize_experts
 from trillion_moe.weights import MXFP4
 

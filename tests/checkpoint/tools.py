@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from trillion_moe import checkpoint
-from trillion_moe.layers.block import LayerSpec
-from trillion_moe.model import Model, Segment, depth_plan
+from trillion_moe.layers.segments import LayerSpec, Segment, depth_plan
+from trillion_moe.model import Model
 from trillion_moe.transforms import quantize_experts
 from trillion_moe.weights import PackedLayout
 

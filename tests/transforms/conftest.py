@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from trillion_moe.config import ModelConfig
-from trillion_moe.model import Model, depth_plan, forward
+from trillion_moe.layers.segments import depth_plan
+from trillion_moe.model import Model, forward
 from trillion_moe.transforms import LoRAConfig, add_lora
 from trillion_moe.weights import LoRA
 

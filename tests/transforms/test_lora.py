@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from trillion_moe.blueprint import Spec, init
+from trillion_moe.layers.segments import depth_plan
 from trillion_moe.layers.vision import ImageBatch
-from trillion_moe.model import Model, depth_plan
+from trillion_moe.model import Model
 from trillion_moe.ops import dense
 from trillion_moe.transforms import (
     GROUPS,

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from trillion_moe.model import Model, depth_plan
+from trillion_moe.layers.segments import depth_plan
+from trillion_moe.model import Model
 from trillion_moe.transforms import GROUPS, LoRAConfig, add_lora, moe_layers
 from trillion_moe.transforms.targets import places
 from trillion_moe.weights import LoRA

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trillion_moe.blueprint import repeat_starts
+from trillion_moe.blueprint import layer_numbers
 from trillion_moe.checkpoint.audit import EXPERT
 from trillion_moe.checkpoint.names import PREFIXES, SUFFIX, Form, Slot, head_prefix, slots, tree_leaves
 from trillion_moe.weights import LoRA
@@ -167,14 +167,14 @@ class Names:
 def _named_slots(model: Any) -> Iterator[tuple[str, Slot]]:
     """The slots of unpacked tensors under the release's names, each with the logical name of its leaf."""
     released = dataclasses.replace(model.config.checkpoint, names="release")
-    starts = repeat_starts(model.plan)
+    numbers = layer_numbers(model.plan)
     for slot in slots(model, dataclasses.replace(model.config, checkpoint=released)):
         if slot.part != "weight":
             continue
         name = slot.leaf
         if name.startswith("segments."):
             _, s, j, leaf = name.split(".", 3)
-            name = f"layers.{starts[int(s)][slot.repeat or 0] + int(j)}.{leaf}"
+            name = f"layers.{numbers[int(s)][slot.repeat or 0][int(j)]}.{leaf}"
         yield name, slot
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from trillion_moe.blueprint import repeat_starts
+from trillion_moe.blueprint import layer_numbers
 from trillion_moe.checkpoint.load import decode
 from trillion_moe.checkpoint.names import tree_leaves
 from trillion_moe.config import ModelConfig
@@ -51,9 +51,9 @@ def _layers(path: str, leaf: Any, plan: Any) -> list[tuple[str, Any, int | None]
     if not path.startswith("segments."):
         return [(path, leaf, None)]
     _, s, j, rest = path.split(".", 3)
-    starts = repeat_starts(plan)[int(s)]
-    stacked = len(starts) > 1
-    return [(f"layers.{start + int(j)}.{rest}", leaf, r if stacked else None) for r, start in enumerate(starts)]
+    repeats = layer_numbers(plan)[int(s)]
+    rows = [(numbers[int(j)], r if len(repeats) > 1 else None) for r, numbers in enumerate(repeats)]
+    return [(f"layers.{number}.{rest}", leaf, row) for number, row in rows if number is not None]
 
 
 def _sample(leaf: Any, shape: tuple[int, ...], repeat: int | None) -> np.ndarray:

@@ -140,7 +140,7 @@ class _Fill:
         first = parts["weight"][0][0], parts["weight"][0][1][0]
         keep = self.keep_dtypes or first[0].float32
         stored = np.dtype(np.float32) if first[0].float32 else NUMPY[NAMES[first[1]["dtype"]]]
-        out = np.empty(leaf.shape, stored if keep else jnp.dtype(leaf.dtype))
+        out = np.zeros(leaf.shape, stored if keep else jnp.dtype(leaf.dtype))  # a slot without a layer stays so
         for slot, place in parts["weight"]:
             for e in range(slot.count):
                 held = to_held(slot, read(self.reader, slot, place, e))
@@ -148,7 +148,7 @@ class _Fill:
         return out
 
     def _bytes(self, leaf: MXFP4, part: str, homes: list[tuple[Slot, np.ndarray]]) -> np.ndarray:
-        out = np.empty(getattr(leaf, part).shape, np.uint8)
+        out = np.zeros(getattr(leaf, part).shape, np.uint8)
         for slot, place in homes:
             for e in range(slot.count):
                 target = out[slot.index(e)]
@@ -160,7 +160,7 @@ class _Fill:
 
     def _decoded(self, leaf: Spec, parts: dict[str, list[tuple[Slot, np.ndarray]]]) -> np.ndarray:
         dtype = jnp.dtype(leaf.dtype)
-        out = np.empty(leaf.shape, dtype)
+        out = np.zeros(leaf.shape, dtype)
         exact = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
         for (slot, place), (scale_slot, scale_place) in zip(parts["packed"], parts["scale"], strict=True):
             for e in range(slot.count):

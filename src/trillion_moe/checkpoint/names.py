@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from trillion_moe.blueprint import repeat_starts
+from trillion_moe.blueprint import layer_numbers
 from trillion_moe.config import ModelConfig
 from trillion_moe.weights import MXFP4, MXFP4_GROUP, LoRA, is_weight, matrix_shape
 
@@ -156,18 +156,20 @@ def slots(tree: Any, cfg: ModelConfig) -> Iterator[Slot]:
         shape = matrix_shape(leaf)
         held = shape[1:] if stacked else shape
         for repeat, where in enumerate(homes):
-            yield from _slots_of(path, repeat if stacked else None, row, held, where, cfg)
+            if where is not None:
+                yield from _slots_of(path, repeat if stacked else None, row, held, where, cfg)
 
 
-def _homes(path: str, plan: Sequence[Any], cfg: ModelConfig) -> tuple[Row, bool, list[dict[str, str]]]:
-    """The table's row, whether the leaf is stacked over the depth, and what to fill into its names per repeat."""
+def _homes(path: str, plan: Sequence[Any], cfg: ModelConfig) -> tuple[Row, bool, list[dict[str, str] | None]]:
+    """The table's row, whether the leaf is stacked over the depth, and what to fill into its names per repeat: None
+    where a repeat has no such layer."""
     text = cfg.checkpoint.prefix
     model = {"text": text, "head": head_prefix(text)}
     if path.startswith("segments."):
         _, s, j, leaf = path.split(".", 3)
-        starts = repeat_starts(plan)[int(s)]
-        homes = [model | {"layer": f"{text}layers.{start + int(j)}."} for start in starts]
-        return _row(f"layer.{leaf}"), len(starts) > 1, homes
+        numbers = [repeat[int(j)] for repeat in layer_numbers(plan)[int(s)]]
+        homes = [None if i is None else model | {"layer": f"{text}layers.{i}."} for i in numbers]
+        return _row(f"layer.{leaf}"), len(numbers) > 1, homes
     if path.startswith("vision.blocks."):
         depth = cfg.vision.num_layers if cfg.vision is not None else 0
         return _row(path), depth > 1, [{"block": f"vision_tower.encoder.blocks.{i}."} for i in range(depth)]

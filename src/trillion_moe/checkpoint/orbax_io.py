@@ -19,18 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trillion_moe.blueprint import layer_numbers
 from trillion_moe.checkpoint.atomic import new_folder, write_text
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.names import tree_leaves
 from trillion_moe.checkpoint.save import copy_files
 from trillion_moe.config import ModelConfig
-from trillion_moe.sharding import Layout, shardings
+from trillion_moe.sharding import Layout, cut_for, shardings
 from trillion_moe.weights import MXFP4, LoRA, PackedLayout, matrix_shape
 
-MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 2"
+MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 3"
 STORABLE = ("float32", "bfloat16", "float16", "float64", "int32", "uint8")
 Tree = TypeVar("Tree")
-Plan = tuple[tuple[tuple[tuple[str, str], ...], int], ...]  # per segment: (attention, ffn) of its layers, and repeats
 
 
 def is_orbax(folder: str | Path) -> bool:
@@ -46,7 +46,10 @@ def save_orbax(folder: str | Path, model: Any, *, beside: Sequence[Path] = ()) -
     leaves, _ = tree_leaves(model)
     arrays: dict[str, jax.Array] = {}
     kinds = {path: _take_apart(path, leaf, arrays) for path, leaf in leaves}
-    plan = tuple((tuple((kind.attention, kind.ffn) for kind in s.layers), s.repeats) for s in model.plan)
+    plan = tuple(
+        Depth(tuple((kind.attention, kind.ffn) for kind in s.layers), s.repeats, s.stages, s.virtual, s.numbers)
+        for s in model.plan
+    )
     checked = {path: (str(a.dtype), a.shape, checksum(a)) for path, a in arrays.items()}
     about = asdict(About(FORMAT, model.dtype, plan, kinds, checked))
     with new_folder(folder) as temporary:
@@ -58,9 +61,10 @@ def save_orbax(folder: str | Path, model: Any, *, beside: Sequence[Path] = ()) -
 
 
 def load_orbax(
-    folder: str | Path, build: Callable[[ModelConfig, str, Plan], Tree], *, layout: Layout | None = None
+    folder: str | Path, build: Callable[[ModelConfig, str, "tuple[Depth, ...]"], Tree], *, layout: Layout | None = None
 ) -> Tree:
-    """The model as it was saved, bit for bit, over a mesh if a layout is given, whatever it was saved from.
+    """The model as it was saved, bit for bit, over a mesh if a layout is given, whatever it was saved from. Its depth
+    plan is that of the file, also where the mesh has other pipeline stages.
 
     build: makes the plain blueprint of config, dtype and depth plan; the weights found take the place of its Specs.
     Raises CheckpointError for a folder that is absent, half-written, of another format or short of an array.
@@ -94,9 +98,17 @@ def load_orbax(
 
 def _over(layout: Layout, model: Any, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays to restore, each where the layout has it; model: made of them."""
-    pairs = zip(jax.tree.leaves(model), jax.tree.leaves(shardings(model, layout)), strict=True)
+    pairs = zip(
+        jax.tree.leaves(model),
+        jax.tree.leaves(shardings(model, layout, whole=_other_stages(model, layout))),
+        strict=True,
+    )
     where = {id(leaf): at for leaf, at in pairs}
     return {p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where[id(a)]) for p, a in target.items()}
+
+
+def _other_stages(model: Any, layout: Layout) -> tuple[str, ...]:
+    return () if cut_for(model) == (layout.size("pp"), layout.virtual) else ("stages",)
 
 
 def _refuse(folder: Path, findings: list[str]) -> None:
@@ -104,11 +116,22 @@ def _refuse(folder: Path, findings: list[str]) -> None:
         raise CheckpointError(folder, findings)
 
 
-def _odd_plan(plan: Plan, config: ModelConfig) -> list[str]:
+def _odd_plan(plan: "tuple[Depth, ...]", config: ModelConfig) -> list[str]:
     """What a depth plan has otherwise than config.json; counted before it is written out, it may be anything."""
-    if (count := sum(len(layers) * max(repeats, 0) for layers, repeats in plan)) != config.num_layers:
+    if odd := next((part for part in plan if part.numbers and not part.fits), None):
+        return [f"{MARKER}: a segment of {odd.repeats} repeats has numbers {odd.numbers}"]
+    if (count := sum(part.count for part in plan)) != config.num_layers:
         return [f"{MARKER}: the plan has {count} layers, config.json {config.num_layers}"]
-    kinds = [kind for layers, repeats in plan for kind in layers * repeats]
+    slots = [
+        (number, kind)
+        for part, repeats in zip(plan, layer_numbers(plan), strict=True)
+        for numbers in repeats
+        for number, kind in zip(numbers, part.layers, strict=True)
+        if number is not None
+    ]
+    kinds = [kind for _, kind in sorted(slots)]
+    if sorted(number for number, _ in slots) != list(range(config.num_layers)):
+        return [f"{MARKER}: the plan's layers are not 0 to {config.num_layers - 1}"]
     stated = zip(config.attention, config.mlp, strict=True)
     return [
         f"{MARKER}: layer {i} is {a}, in config.json {b}"
@@ -203,13 +226,40 @@ class Adapted:
 
 
 @dataclass(frozen=True)
+class Depth:
+    """A segment of the depth plan: (attention, ffn) of its layers, and the rest as of `layers.segments.Segment`."""
+
+    layers: tuple[tuple[str, str], ...]
+    repeats: int
+    stages: int
+    virtual: int
+    numbers: tuple[tuple[int | None, ...], ...] | None
+
+    @property
+    def fits(self) -> bool:
+        sizes = {len(repeat) for repeat in self.numbers or ()}
+        runs = self.stages * self.virtual
+        return len(self.numbers or ()) == self.repeats and sizes == {len(self.layers)} and self.repeats % runs == 0
+
+    @property
+    def count(self) -> int:
+        if self.numbers is None:
+            return len(self.layers) * max(self.repeats, 0)
+        return sum(number is not None for repeat in self.numbers for number in repeat)
+
+    def __post_init__(self):
+        if min(self.stages, self.virtual) < 1:
+            raise ValueError(f"stages {self.stages}, virtual {self.virtual}: legal are numbers from 1")
+
+
+@dataclass(frozen=True)
 class About:
-    """What model.json says. plan: per segment (attention, ffn) of its layers, and repeats. arrays: dtype, shape and
+    """What model.json says. arrays: dtype, shape and
     CRC-32 by name."""
 
     format: str
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
-    plan: Plan
+    plan: tuple[Depth, ...]
     weights: dict[str, Plain | Packed | Adapted]
     arrays: dict[str, tuple[str, tuple[int, ...], int]]
 

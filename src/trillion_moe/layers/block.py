@@ -1,7 +1,7 @@
 """One decoder layer: attention and feed-forward, each behind a norm, without the residual that joins them."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,11 @@ from trillion_moe.layers.mlp import GatedMLP
 from trillion_moe.layers.moe import MoE
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.residual import AttnRes
+from trillion_moe.layers.segments import LayerSpec
 from trillion_moe.sharding import Layout, gathered, pin
 
 LayerCache = Any  # KDACache, MLACache or None, as the layer is
 Aux = dict[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSpec:
-    """What kind of layer: two layers of one LayerSpec have parameters of the same shapes."""
-
-    attention: Literal["kda", "mla"]
-    ffn: Literal["dense", "moe"]
 
 
 @jax.tree_util.register_dataclass

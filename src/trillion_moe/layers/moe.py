@@ -17,7 +17,7 @@ from trillion_moe.layers.mlp import GatedMLP, activation_of
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.router import Router
 from trillion_moe.ops import accumulator, dot, grouped_dot, grouped_glu
-from trillion_moe.sharding import TOKENS, Layout, axes_like, dims, island
+from trillion_moe.sharding import Layout, axes_like, dims, island
 
 COUNTED = 128  # rows in which those of one expert are counted by comparing each with each
 
@@ -120,7 +120,7 @@ def _routed(router: Router, experts: Experts, x_BTD, z_BTL, real_BT, *, cfg: Mod
         y_NL, dropped = apply_experts(experts, Rows(z_NL, wanted_NK, weights_NK), e, cfg), jnp.zeros((), jnp.int32)
     else:
         y_NL, dropped = _over_devices(experts, z_NL, wanted_NK, weights_NK, cfg, layout)
-        counts_E = lax.psum(counts_E, TOKENS)
+        counts_E = lax.psum(counts_E, layout.tokens)
     taps = {"router_ids": ids_NK, "router_weights": weights_NK, "router_logits": logits_NE}
     taps = {name: a.reshape(*shape[:2], -1) for name, a in taps.items()}
     return y_NL.reshape(shape), {"expert_counts": counts_E, "dropped": dropped}, taps
@@ -144,7 +144,7 @@ def _over_devices(experts: Experts, z_NL, ids_NK, weights_NK, cfg: ModelConfig, 
     y_CNL, dropped = _in_chunks(experts, Rows(mine(z_NL), mine(ids_NK, e), mine(weights_NK)), cfg, layout)
     y_NL = y_CNL.reshape(-1, y_CNL.shape[-1])
     y_NL = lax.psum(y_NL, "tp") if within else lax.all_gather(y_NL, "tp", axis=0, tiled=True)
-    return y_NL[:n], lax.psum(dropped, TOKENS if parts == 1 else (*TOKENS, "tp"))
+    return y_NL[:n], lax.psum(dropped, layout.tokens if parts == 1 else (*layout.tokens, "tp"))
 
 
 def _in_chunks(experts: Experts, x: Rows, cfg: ModelConfig, layout: Layout) -> tuple[jax.Array, jax.Array]:

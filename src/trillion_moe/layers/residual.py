@@ -24,12 +24,19 @@ class AttnRes(nnx.Module):
         self.query = Spec((d,), dtype, ("norm",), normal(cfg.initializer_range))
 
     def __call__(
-        self, bank_NBTD: jax.Array, last: int | jax.Array, prefix_BTD: jax.Array | None, eps: float
+        self,
+        bank_NBTD: jax.Array,
+        last: int | jax.Array,
+        prefix_BTD: jax.Array | None,
+        eps: float,
+        *,
+        without: bool | jax.Array = False,
     ) -> jax.Array:
         """Softmax-weighted sum of rows 0..last of the bank and of the running prefix (None: not a source) -> [B, T, D].
 
         ``score_i = sum_d v_i,d / rms(v_i) * norm_d * query_d``, no 1/sqrt(d); the mixed values are not normalised. Rows
-        after `last` may hold anything finite: their weight is exactly 0. All in float32; cast to the bank's dtype.
+        after `last` may hold anything finite: their weight is exactly 0, and so is the prefix's under `without`. All in
+        float32; cast to the bank's dtype.
         """
         if isinstance(last, int):
             bank_NBTD, live = bank_NBTD[: last + 1], None
@@ -41,7 +48,9 @@ class AttnRes(nnx.Module):
         if live is not None:
             scores_NBT = jnp.where(live[:, None, None], scores_NBT, -jnp.inf)
         if prefix_BTD is not None:
-            scores_NBT = jnp.concatenate([scores_NBT, _score(prefix_BTD, q_D, eps)[None]])
+            score_BT = _score(prefix_BTD, q_D, eps)
+            score_BT = score_BT if without is False else jnp.where(without, -jnp.inf, score_BT)
+            scores_NBT = jnp.concatenate([scores_NBT, score_BT[None]])
         weights_NBT = jax.nn.softmax(scores_NBT, axis=0)
         rows = bank_NBTD.shape[0]
         mixed_BTD = jnp.sum(weights_NBT[:rows, ..., None] * bank_NBTD.astype(acc), axis=0)

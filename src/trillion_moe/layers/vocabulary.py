@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trillion_moe.ops import accumulator, dot
-from trillion_moe.sharding import TOKENS, Layout, dims, island
+from trillion_moe.sharding import Layout, dims, island
 from trillion_moe.weights import Weight, weight_axes
 
 
@@ -39,7 +39,7 @@ def cross_entropy(
     tokens = dims("batch", "time")
     summed = island(
         layout,
-        partial(_nll, whole=layout is None),
+        partial(_nll, over=None if layout is None else layout.tokens),
         (weight_axes(head, ("embed", "vocab")), dims("batch", "time", None), tokens, tokens),
         (dims(), dims()),
         whole=("embed",),
@@ -48,12 +48,13 @@ def cross_entropy(
     return total, correct.astype(jnp.float32)
 
 
-def _nll(head, hidden_BTD, targets_BT, counted_BT, *, whole: bool) -> tuple[jax.Array, jax.Array]:
-    """The sums of `cross_entropy`, over all devices of which each has some of the tokens and of the vocabulary."""
+def _nll(head, hidden_BTD, targets_BT, counted_BT, *, over: tuple[str, ...] | None) -> tuple[jax.Array, jax.Array]:
+    """The sums of `cross_entropy`. over: mesh axes, of whose devices each has other tokens; along "tp" each has a part
+    of the vocabulary. None without a mesh."""
     n, d = targets_BT.size, hidden_BTD.shape[-1]
     chunk = min(512, -(-n // 4))
     pad = -n % chunk
-    scores = _scores if whole else _scores_of_parts
+    scores = _scores if over is None else _scores_of_parts
 
     def chunks(a, *tail):
         return jnp.pad(a.reshape(n, *tail), [(0, pad)] + [(0, 0)] * len(tail)).reshape(-1, chunk, *tail)
@@ -70,7 +71,7 @@ def _nll(head, hidden_BTD, targets_BT, counted_BT, *, whole: bool) -> tuple[jax.
     zero = jnp.zeros((), accumulator(hidden_BTD.dtype))
     xs = chunks(hidden_BTD, d), chunks(targets_BT), chunks(counted_BT)
     sums, _ = lax.scan(step, (zero, jnp.zeros((), jnp.int32)), xs)
-    return sums if whole else lax.psum(sums, TOKENS)
+    return sums if over is None else lax.psum(sums, over)
 
 
 def _scores(logits_NV: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:

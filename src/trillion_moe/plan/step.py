@@ -13,6 +13,7 @@ from trillion_moe import aot
 from trillion_moe.blueprint import is_spec
 from trillion_moe.config import ModelConfig
 from trillion_moe.kernels import mxfp4
+from trillion_moe.layers.segments import staged_plan
 from trillion_moe.meshes.chips import Chip, Gpu
 from trillion_moe.meshes.machine import Machine, compiled_for
 from trillion_moe.model import Model, least_tokens
@@ -61,7 +62,7 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     tokens = config.examples.max_length
     if tokens is None:
         raise RunConfigError("examples.max_length is null: a plan needs the length of its rows")
-    rows = config.train.batch_size or layout.size(*layout.over("batch"))
+    rows = config.train.batch_size or layout.rows
     check_batch(layout, rows, tokens, least=least_tokens(cfg))
     trained, frozen = partition(_model(cfg, config, chip, layout), trainable="all" if config.lora is None else "lora")
     optimizer = make_optimizer(config.optimizer, STEPS)
@@ -87,7 +88,9 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
 
 def _model(cfg: ModelConfig, config: RunConfig, chip: Chip, layout: Layout) -> Any:
     """The model as it would be loaded for this chip, of arrays without values that lie over the mesh."""
-    model = Model(cfg, dtype=config.dtype)
+    stages = layout.size("pp")
+    plan = None if stages == 1 else staged_plan(cfg, stages, layout.virtual)
+    model = Model(cfg, dtype=config.dtype, plan=plan)
     if cfg.quantization is not None:
         model = quantize_experts(model, layout=mxfp4.LAYOUT[_platform(chip)])
     if config.lora is not None:

@@ -284,7 +284,7 @@ def on_devices(batch: Batch, layout: Layout | None) -> dict[str, Any]:
 
 
 def rows_of_a_pass(config: RunConfig, layout: Layout | None) -> int:
-    return config.train.batch_size or (1 if layout is None else layout.size(*layout.over("batch")))
+    return config.train.batch_size or (1 if layout is None else layout.rows)
 
 
 def _loader(examples: Examples, config: RunConfig, rows: int, *, seed: int | None, epochs: int | None) -> Loader:

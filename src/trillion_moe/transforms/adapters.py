@@ -10,7 +10,7 @@ import numpy as np
 from trillion_moe.sharding import as_placed
 from trillion_moe.transforms.segments import split_segments
 from trillion_moe.transforms.targets import Place, places
-from trillion_moe.weights import LoRA
+from trillion_moe.weights import LoRA, matrix_shape
 
 
 def with_lora(model: Any, adapters: Mapping[str, LoRA]) -> Any:
@@ -65,7 +65,11 @@ def _adapted(place: Place, adapters: Mapping[str, LoRA]) -> Any:
     def held(arrays: list[Any]) -> Any:
         if arrays[0] is None:
             return None
-        return jnp.asarray(np.stack(arrays) if len(place.names) > 1 else arrays[0])
+        if place.rows is None:
+            return jnp.asarray(arrays[0])
+        stacked = np.zeros((matrix_shape(place.leaf)[0], *arrays[0].shape), arrays[0].dtype)
+        stacked[list(place.rows)] = arrays
+        return jnp.asarray(stacked)
 
     a, b, slots = (held([getattr(lora, field) for lora in loras]) for field in ("a", "b", "slots"))
     return LoRA(place.leaf, a, b, slots, loras[0].scaling)

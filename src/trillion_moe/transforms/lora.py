@@ -206,9 +206,9 @@ def _slots(place: Place, num_experts: int, cfg: LoRAConfig) -> np.ndarray:
         raise ValueError(
             f"experts must name as many in every layer of a segment that repeats; {place.names[0]}: {counts}"
         )
-    slots = np.full((len(chosen), num_experts), -1, np.int32)
-    for row, ids in zip(slots, chosen.values(), strict=True):
-        row[list(ids)] = np.arange(len(ids))
+    slots = np.full((1 if place.rows is None else dims(place.leaf)[0][0], num_experts), -1, np.int32)
+    for row, ids in zip(place.rows or (0,), chosen.values(), strict=True):
+        slots[row, list(ids)] = np.arange(len(ids))
     return slots
 
 
@@ -241,7 +241,8 @@ def count_by_group(model: Any) -> dict[str, tuple[int, int]]:
         if place.group and isinstance(place.leaf, LoRA):
             matrices, parameters = counts[place.group]
             size = math.prod(place.leaf.a.shape) + math.prod(place.leaf.b.shape)
-            counts[place.group] = (matrices + _matrices(place.leaf), parameters + size)
+            held, real = (1, 1) if place.rows is None else (dims(place.leaf)[0][0], len(place.rows))
+            counts[place.group] = (matrices + _matrices(place.leaf) // held * real, parameters + size // held * real)
     return {group: counts[group] for group in COUNTED if group in present}
 
 

@@ -46,7 +46,9 @@ def merge_report(model: Any) -> dict[str, float]:
     for place in found:
         if isinstance(place.leaf, LoRA):
             sums = np.array([_squares(one, place.leaf.base) for one in _each(place.leaf)])
-            error, exact = sums.reshape(len(place.names), -1, 2).sum(axis=1).T
+            rows = [0] if place.rows is None else list(place.rows)
+            stack = 1 if place.rows is None else dims(place.leaf)[0][0]
+            error, exact = sums.reshape(stack, -1, 2).sum(axis=1)[rows].T
             report |= zip(place.names, np.sqrt(error / np.where(exact > 0, exact, 1)).tolist(), strict=True)
     return report
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from trillion_moe.blueprint import repeat_starts
+from trillion_moe.blueprint import layer_numbers
 from trillion_moe.weights import MXFP4, LoRA, is_weight, matrix_shape
 
 GROUPS = {
@@ -55,8 +55,9 @@ _OUTSIDE |= {f"vision.blocks.{m}": "vision" for m in ("qkv", "o", "up", "down")}
 class Place:
     """A leaf of the tree and where it is.
 
-    names: one per repeat where its segment repeats (the leaf then has a leading axis of that length), else one.
+    names: one per repeat where its segment repeats, else one.
     layers: the layer number of each name, starts: the first layer of its repeat; both empty outside the layers.
+    rows: of each name its row of a leaf that has a leading axis for repeats; None of one that has none.
     group: one of `COUNTED`, None for what cannot be adapted.
     """
 
@@ -65,6 +66,7 @@ class Place:
     starts: tuple[int, ...]
     group: str | None
     leaf: Any
+    rows: tuple[int, ...] | None = None
 
 
 def places(model: Any, *, inside: bool = False) -> tuple[list[Place], Any]:
@@ -73,8 +75,8 @@ def places(model: Any, *, inside: bool = False) -> tuple[list[Place], Any]:
     A packed or adapted matrix is one leaf; with `inside` its arrays are (``layers.3.attention.q.base.packed``).
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=None if inside else is_weight)
-    starts = repeat_starts(model.plan)
-    return [_place(model.plan, starts, [_part(key) for key in path], leaf) for path, leaf in flat], treedef
+    numbers = layer_numbers(model.plan)
+    return [_place(model.plan, numbers, [_part(key) for key in path], leaf) for path, leaf in flat], treedef
 
 
 def _part(key: Any) -> str | int:
@@ -84,17 +86,20 @@ def _part(key: Any) -> str | int:
     raise TypeError(f"a model's leaves are reached by attributes and tuples, not by {key!r}")
 
 
-def _place(plan, starts: list[list[int]], path: list, leaf: Any) -> Place:
+def _place(plan, numbers: list, path: list, leaf: Any) -> Place:
     if path[0] != "segments":
         name = ".".join(map(str, path))
         return Place((name,), (), (), _OUTSIDE.get(name), leaf)
     _, s, j, *rest = path
     segment, tail = plan[s], ".".join(map(str, rest))
-    layers = tuple(start + j for start in starts[s])
+    rows = tuple(r for r, repeat in enumerate(numbers[s]) if repeat[j] is not None)
+    layers = tuple(numbers[s][r][j] for r in rows)
+    starts = tuple(min(i for i in numbers[s][r] if i is not None) for r in rows)
     kind = segment.layers[j].attention
     attention = {f"attention.{m}": kind for m in _ATTENTION.get(kind, ())}
     group = attention.get(tail) or _FFN.get(tail)
-    return Place(tuple(f"layers.{i}.{tail}" for i in layers), layers, tuple(starts[s]), group, leaf)
+    stacked = rows if segment.repeats > 1 else None
+    return Place(tuple(f"layers.{i}.{tail}" for i in layers), layers, starts, group, leaf, stacked)
 
 
 def moe_layers(model: Any) -> tuple[int, ...]:
