@@ -1,0 +1,37 @@
+"""The programs of a run that trains: the steps as they are compiled, once for all runs of a process of one shape."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trillion_moe.sharding import Layout
+from trillion_moe.steps import grad_step, update_step
+from trillion_moe.transforms.dropout import drop_inputs
+
+
+@partial(jax.jit, static_argnames=("remat", "dropout"))
+def gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat: bool, dropout: float):
+    """`grad_step` under dropout, which is part of the function that is differentiated."""
+    if not dropout:
+        return grad_step(trainable, frozen, batch, remat=remat)
+    dropped, back = jax.vjp(lambda t: drop_inputs(t, key, dropout), trainable)
+    grads, sums = grad_step(dropped, frozen, batch, remat=remat)
+    return back(grads)[0], sums
+
+
+@partial(jax.jit, donate_argnums=0)
+def add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
+    """Gradients and sums of one pass more."""
+    return jax.tree.map(jnp.add, (grads, sums), new)
+
+
+update = partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))(update_step)
+
+
+def over_all(opt_state: Any, layout: Layout | None) -> Any:
+    """Counters of the optimizer on every device; moments lie where their parameters do already."""
+    if layout is None:
+        return opt_state
+    return jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, layout.sharding()), opt_state)
