@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from trillion_moe.meshes.machine import machine
 from trillion_moe.profile import ProfileError, timing
 from trillion_moe.profile.collectives import (
     COLLECTIVES,
@@ -158,9 +157,3 @@ def test_sizes_that_no_axis_cuts() -> None:
             check(layout, [size])
     with pytest.raises(ProfileError, match="one device, and nothing to send: legal is a mesh with an axis above 1"):
         check(Layout.make({}), [1024])
-
-
-def test_facts_are_of_the_slowest_tier_of_an_axis() -> None:
-    """Of the machines that have two: heads within a node, experts across both."""
-    mesh = machine("h200x16")
-    assert (mesh.tier("tp").name, mesh.tier("ep").name) == ("NVLink", "InfiniBand")

@@ -131,7 +131,8 @@ def unit(layout: Layout) -> int:
 
 
 def default_sizes(layout: Layout) -> list[int]:
-    """1 KiB, 64 KiB, 1 MiB, 16 MiB, or what comes next that can be cut."""
+    """1 KiB, 64 KiB, 1 MiB, 16 MiB, or what comes next that can be cut. ProfileError for a mesh of one device."""
+    check(layout, [])
     return [-(-size // unit(layout)) * unit(layout) for size in (2**10, 2**16, 2**20, 2**24)]
 
 

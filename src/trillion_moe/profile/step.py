@@ -27,6 +27,7 @@ from trillion_moe.transforms.targets import dims, places
 
 SCHEDULE = 1000  # updates of the learning rate's schedule; no time depends on it
 TRACED = 3
+_UNADAPTED = ("attention.kv_b", "ffn.router.weight")  # matrices that no adapter can be put on
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def flops(model: Any, trained: Any, *, everything: bool) -> float:
     used = {"routed_experts": moe.top_k / moe.num_experts} if moe is not None else {}
 
     def counted(tree: Any, a_number: int, size: Callable[[Any], int]) -> float:
-        found = [p for p in places(tree)[0] if p.group not in (None, "vision")]
+        found = [p for p in places(tree)[0] if p.group not in (None, "vision") or p.names[0].endswith(_UNADAPTED)]
         return sum(a_number * used.get(p.group or "", 1.0) * size(p.leaf) for p in found)
 
     def logical(weight: Any) -> int:
