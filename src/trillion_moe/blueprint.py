@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -109,3 +110,26 @@ def repeat_starts(plan: Sequence[Any]) -> list[list[int]]:
         starts.append([layer + r * size for r in range(segment.repeats)])
         layer += size * segment.repeats
     return starts
+
+
+def path_parts(path: Sequence[Any]) -> list[str | int]:
+    """Of a leaf of a model: attributes and places in tuples."""
+    return [_part(key) for key in path]
+
+
+def _part(key: Any) -> str | int:
+    match key:
+        case GetAttrKey(name=part) | SequenceKey(idx=part) | DictKey(key=part):
+            return part
+    raise TypeError(f"a model's leaves are reached by attributes and tuples, not by {key!r}")
+
+
+def leaf_names(starts: Sequence[Sequence[int]], parts: Sequence[Any]) -> tuple[str, ...]:
+    """``layers.{i}.{attributes}`` for each repeat of a leaf's segment, or the attributes alone outside the layers.
+
+    starts: `repeat_starts` of the model's plan.
+    """
+    if parts[0] != "segments":
+        return (".".join(map(str, parts)),)
+    _, s, j, *rest = parts
+    return tuple(f"layers.{start + j}.{'.'.join(map(str, rest))}" for start in starts[s])

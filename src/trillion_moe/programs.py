@@ -1,4 +1,4 @@
-"""The programs of a run that trains: the steps as they are compiled, once for all runs of a process of one shape."""
+"""What a run that trains compiles: its model, and the steps as programs, one for all runs of a process of one shape."""
 
 from functools import partial
 from typing import Any
@@ -6,9 +6,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trillion_moe.config import ModelConfig
+from trillion_moe.model import Model
+from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout
 from trillion_moe.steps import grad_step, update_step
+from trillion_moe.transforms import add_lora, quantize_experts
 from trillion_moe.transforms.dropout import drop_inputs
+from trillion_moe.transforms.quantize import packed_layout
+
+
+def blueprint(cfg: ModelConfig, config: RunConfig, platform: str) -> Any:
+    """The model as a run loads and adapts it, of Specs. RunConfigError for adapters that it cannot have."""
+    model = Model(cfg, dtype=config.dtype)
+    if cfg.quantization is not None:
+        model = quantize_experts(model, layout=packed_layout(platform))
+    if config.lora is None:
+        return model
+    try:
+        return add_lora(model, config.lora)
+    except ValueError as error:
+        raise RunConfigError(f"lora, on {config.model}: {error}") from None
 
 
 @partial(jax.jit, static_argnames=("remat", "dropout"))

@@ -14,15 +14,14 @@ import numpy as np
 
 from trillion_moe.blueprint import init
 from trillion_moe.config import ModelConfig
-from trillion_moe.model import Model, least_tokens
+from trillion_moe.model import least_tokens
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.profile.timing import Seconds, timed
 from trillion_moe.profile.trace import Shares, instructions, shares, traced
-from trillion_moe.programs import add, gradients, over_all, update
+from trillion_moe.programs import add, blueprint, gradients, over_all, update
 from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, place, put, shardings
-from trillion_moe.transforms import add_lora, partition, quantize_experts
-from trillion_moe.transforms.quantize import packed_layout
+from trillion_moe.transforms import partition
 from trillion_moe.transforms.targets import dims, places
 
 SCHEDULE = 1000  # updates of the learning rate's schedule; no time depends on it
@@ -60,22 +59,10 @@ def check(config: RunConfig, layout: Layout | None) -> ModelConfig:
     if config.lora is None and cfg.quantization is not None:
         raise RunConfigError(f"lora is null, but the experts of {config.model} are packed: legal is a lora")
     check_batch(layout, *_shape(config, layout), least=least_tokens(cfg))
+    model = blueprint(cfg, config, jax.default_backend())
     if layout is not None:
-        shardings(blueprint(cfg, config, None), layout)
+        shardings(model, layout)
     return cfg
-
-
-def blueprint(cfg: ModelConfig, config: RunConfig, layout: Layout | None) -> Any:
-    """The model as the run would load and adapt it, of Specs."""
-    model = Model(cfg, dtype=config.dtype)
-    if cfg.quantization is not None:
-        model = quantize_experts(model, layout=packed_layout(jax.default_backend()))
-    if config.lora is not None:
-        try:
-            model = add_lora(model, config.lora)
-        except ValueError as error:
-            raise RunConfigError(f"lora, on {config.model}: {error}") from None
-    return model if layout is None else place(model, layout)
 
 
 def measure(config: RunConfig, cfg: ModelConfig, layout: Layout | None, calls: int, peak: float | None) -> Step:
@@ -101,7 +88,8 @@ def measure(config: RunConfig, cfg: ModelConfig, layout: Layout | None, calls: i
 
 def _update(config: RunConfig, cfg: ModelConfig, layout: Layout | None) -> tuple[Callable[[], Any], list[str], float]:
     """One update more with every call, the HLO of its programs, and its `flops`."""
-    model = _drawn(blueprint(cfg, config, layout), config.seed)
+    model = blueprint(cfg, config, jax.default_backend())
+    model = _drawn(model if layout is None else place(model, layout), config.seed)
     trained, frozen = partition(model, trainable="all" if config.lora is None else "lora")
     optimizer = make_optimizer(config.optimizer, SCHEDULE)
     state = over_all(optimizer.init(trained), layout)

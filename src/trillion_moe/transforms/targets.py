@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from trillion_moe.blueprint import repeat_starts
+from trillion_moe.blueprint import leaf_names, path_parts, repeat_starts
 from trillion_moe.weights import MXFP4, LoRA, is_weight, matrix_shape
 
 GROUPS = {
@@ -74,27 +73,19 @@ def places(model: Any, *, inside: bool = False) -> tuple[list[Place], Any]:
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=None if inside else is_weight)
     starts = repeat_starts(model.plan)
-    return [_place(model.plan, starts, [_part(key) for key in path], leaf) for path, leaf in flat], treedef
-
-
-def _part(key: Any) -> str | int:
-    match key:
-        case GetAttrKey(name=part) | SequenceKey(idx=part) | DictKey(key=part):
-            return part
-    raise TypeError(f"a model's leaves are reached by attributes and tuples, not by {key!r}")
+    return [_place(model.plan, starts, path_parts(path), leaf) for path, leaf in flat], treedef
 
 
 def _place(plan, starts: list[list[int]], path: list, leaf: Any) -> Place:
+    names = leaf_names(starts, path)
     if path[0] != "segments":
-        name = ".".join(map(str, path))
-        return Place((name,), (), (), _OUTSIDE.get(name), leaf)
+        return Place(names, (), (), _OUTSIDE.get(names[0]), leaf)
     _, s, j, *rest = path
     segment, tail = plan[s], ".".join(map(str, rest))
-    layers = tuple(start + j for start in starts[s])
     kind = segment.layers[j].attention
     attention = {f"attention.{m}": kind for m in _ATTENTION.get(kind, ())}
     group = attention.get(tail) or _FFN.get(tail)
-    return Place(tuple(f"layers.{i}.{tail}" for i in layers), layers, tuple(starts[s]), group, leaf)
+    return Place(names, tuple(start + j for start in starts[s]), tuple(starts[s]), group, leaf)
 
 
 def moe_layers(model: Any) -> tuple[int, ...]:
