@@ -40,7 +40,7 @@ CASES = [
      "layers.1.ffn.experts.down has 6 along 'expert', not a multiple of 4 (ep); legal are 1, 2, 3, 6"),
     # heads over tp, also where the matrix that holds them all could be cut
     ({"kda": dataclasses.replace(HEADS["kda"], num_heads=6)}, {"tp": 4},
-     "kda.num_heads has 6 along 'heads', not a multiple of 4 (tp); legal are 1, 2, 3, 6"),
+     "layers.0.attention.a_log has 6 along 'heads', not a multiple of 4 (tp); legal are 1, 2, 3, 6"),
     (ATTENTION, {"tp": 8}, "mla.num_heads has 4 along 'heads', not a multiple of 8 (tp); legal are 1, 2, 4"),
     # the vocabulary over tp
     ({"vocab_size": 302}, {"tp": 4}, "embed has 302 along 'vocab', not a multiple of 4 (tp); legal are 1, 2, 151, 302"),

@@ -256,9 +256,7 @@ def shardings(model: Any, layout: Layout) -> Any:
 
     Raises LayoutError naming the parameter, its size and what would divide it.
     """
-
     starts = repeat_starts(model.plan)
-    _check_heads(model.config, layout)
 
     def one(path, leaf, d: Dims) -> NamedSharding:
         name = leaf_names(starts, path_parts(path))[0]
@@ -270,7 +268,9 @@ def shardings(model: Any, layout: Layout) -> Any:
             _check_cut(name, size, axis, layout)
         return NamedSharding(layout.mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(one, model, model_axes(model))
+    found = jax.tree_util.tree_map_with_path(one, model, model_axes(model))
+    _check_heads(model.config, layout)
+    return found
 
 
 def _check_heads(config: Any, layout: Layout) -> None:

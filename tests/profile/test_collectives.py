@@ -108,14 +108,14 @@ def test_a_slow_collective_is_seen() -> None:
 
     def wait(x):
         if next(calls) % 40 == 39:  # four devices ask
-            time.sleep(0.1)
+            time.sleep(0.3)
         return np.asarray(x)
 
     def run(x, axis):
         return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), plain.run(x, axis))
 
     (slow,) = rows(Layout.make({"ep": 4}), [256], 40, None, [dataclasses.replace(plain, run=run)])
-    assert slow.seconds.max > 0.1 > 5 * slow.seconds.p50
+    assert slow.seconds.max > 0.3 > 3 * slow.seconds.p50
     assert slow.seconds.p95 > slow.seconds.p50
     small, great = rows(Layout.make({"ep": 4}), [256, 2**24], 5, None, [BY_NAME["all_reduce"]])
     assert great.seconds.p50 > 3 * small.seconds.p50
@@ -135,8 +135,8 @@ def test_percentiles_are_numpy_s() -> None:
 
 
 def test_what_warms_up_is_not_counted() -> None:
-    waits = iter([0.05] * timing.WARM_UP + [0.0] * 4)
-    assert max(timed(lambda: time.sleep(next(waits)), 4)) < 0.04
+    waits = iter([0.3] * timing.WARM_UP + [0.0] * 4)
+    assert max(timed(lambda: time.sleep(next(waits)), 4)) < 0.25
     assert next(waits, None) is None
 
 

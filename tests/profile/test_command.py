@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import MLA, MOE, tiny_k3
 
 import trillion_moe as tm
-from trillion_moe.blueprint import init
+from trillion_moe.blueprint import abstract
 from trillion_moe.cli import main
 from trillion_moe.config import ModelConfig
 from trillion_moe.model import Model
@@ -50,7 +50,7 @@ def test_collectives_of_a_machine(tmp_path, capsys) -> None:
     lines = printed.out.splitlines()
     assert lines[0] == "on 8 x cpu (cpu)"
     assert lines[1].startswith("a call that sends nothing: ")
-    assert lines[-1] == "tp by cpu_8: memory, 10 GB/s, 1.0 us"
+    assert lines[-1].startswith("tp by cpu_8: memory, 10 GB/s, 1.0 us; a message of 1,024 bytes takes ")
     assert sum(line.startswith("all_to_all ") for line in lines) == 3
     assert any(line.startswith("ragged_all_to_all  not here: UNIMPLEMENTED: ") for line in lines)
     data = json.loads(out.read_text())
@@ -67,6 +67,10 @@ def test_collectives_of_a_machine(tmp_path, capsys) -> None:
         assert row["seconds"]["calls"] == 3
         assert 0 < row["seconds"]["p50"] <= row["seconds"]["p95"] <= row["seconds"]["p99"] <= row["seconds"]["max"]
         assert row["of_fact"] == pytest.approx(row["bus_bandwidth"] / 10e9)
+        if row["collective"] == "ppermute":
+            seconds = row["seconds"]["p50"]
+            expected = {"bytes": 1024, "seconds": seconds, "of_fact": pytest.approx(seconds / 1e-6)}
+            assert data["latencies"][row["axis"]] == expected
     assert [row["collective"] for row in data["unavailable"]] == ["ragged_all_to_all"]
     assert data["step"] is None
 
@@ -96,7 +100,7 @@ def test_a_step(of_step, tmp_path, monkeypatch, capsys) -> None:
     assert "2 x 2 rows of 16 tokens: " in printed
     assert "exchange of tokens with experts " in printed
     data = json.loads(out.read_text())
-    assert (data["mesh"], data["facts"], data["config"]) == (None, {}, "kimi_k3_lora")
+    assert (data["mesh"], data["facts"], data["latencies"], data["config"]) == (None, {}, {}, "kimi_k3_lora")
     assert data["collectives"][0]["of_fact"] is None
     found = data["step"]
     assert (found["rows"], found["tokens"], found["passes"], found["seconds"]["calls"]) == (2, 16, 2, 2)
@@ -133,7 +137,7 @@ def test_flops() -> None:
     expected = attention + moe + 64 * 320
     assert step.flops(model, None, everything=True) == 6 * expected
     lora = tm.LoRAConfig(rank=2, targets=("layers.0.attention.o", "layers.0.ffn.experts.down"), routed="independent")
-    adapted = init(tm.add_lora(model, lora), jax.random.key(0))
+    adapted = abstract(tm.add_lora(model, lora))
     adapters = 2 * (h * 8 + 64) + MOE.top_k * 2 * (MOE.hidden_size + 32)
     assert step.flops(adapted, tm.partition(adapted)[0], everything=False) == 4 * expected + 6 * adapters
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         "axes": task.axes,
         "facts": {axis: dataclasses.asdict(tier) for axis, tier in task.facts.items()},
         "dispatch": None,
+        "latencies": {},
         "collectives": [],
         "unavailable": [],
         "config": args.config,
@@ -146,15 +148,30 @@ def _collectives(task: Task, sizes: list[int], calls: int) -> dict[str, Any]:
     assert task.layout is not None
     idle = collectives.dispatch(task.layout, calls)
     _say(f"a call that sends nothing: {_times(idle)} (p50 p95 p99 max)\n{HEAD}")
-    rows: list[dict[str, Any]] = []
-    absent: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    absent: list[Unavailable] = []
     bandwidths = {axis: tier.bandwidth for axis, tier in task.facts.items()}
     for row in collectives.measure(task.layout, sizes, calls, bandwidths):
         _say(line(row))
-        (absent if isinstance(row, Unavailable) else rows).append(dataclasses.asdict(row))
+        absent.append(row) if isinstance(row, Unavailable) else rows.append(row)
+    latencies = {axis: latency(rows, axis, tier) for axis, tier in task.facts.items()}
     for axis, tier in task.facts.items():
-        _say(f"{axis} by {task.mesh.name}: {tier.name}, {tier.bandwidth / 1e9:,.0f} GB/s, {tier.latency * 1e6:.1f} us")
-    return {"dispatch": dataclasses.asdict(idle), "collectives": rows, "unavailable": absent}
+        _say(
+            f"{axis} by {task.mesh.name}: {tier.name}, {tier.bandwidth / 1e9:,.0f} GB/s, {tier.latency * 1e6:.1f} us; "
+            f"a message of {latencies[axis]['bytes']:,} bytes takes {latencies[axis]['of_fact']:,.0f} times that"
+        )
+    found = {"collectives": rows, "unavailable": absent}
+    return {
+        "dispatch": dataclasses.asdict(idle),
+        "latencies": latencies,
+        **{name: [dataclasses.asdict(row) for row in part] for name, part in found.items()},
+    }
+
+
+def latency(rows: Sequence[Row], axis: str, tier: Tier) -> dict[str, Any]:
+    """Of the smallest message from a device to the next one: the median with all of its call, and over the tier's."""
+    row = min((row for row in rows if (row.collective, row.axis) == ("ppermute", axis)), key=lambda row: row.bytes)
+    return {"bytes": row.bytes, "seconds": row.seconds.p50, "of_fact": row.seconds.p50 / tier.latency}
 
 
 def _step(task: Task, updates: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Shares:
 
     busy: any instruction runs. collectives: one is underway, which counts the wait for the slowest device; exposed: and
     nothing is computed meanwhile. by_kind: of the collectives, by XLA's name. exchange: of tokens with their experts.
-    seconds: of all that was traced. events: how many there were.
+    seconds: of all that was traced. devices: of this process. events: how many there were.
     """
 
     seconds: float
