@@ -22,8 +22,7 @@ from trillion_moe.data.processor import Processor, load_processor
 from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.generate import Completion, Piece, Session, generate, stream
 from trillion_moe.inputs import Images, InputError, check_inputs, traced
-from trillion_moe.kernels import mxfp4
-from trillion_moe.layers.segments import LayerSpec, Segment, depth_plan, staged, staged_plan
+from trillion_moe.layers.segments import LayerSpec, Segment, plan_for, staged
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Caches, Model, bucket, grow
@@ -40,10 +39,10 @@ from trillion_moe.transforms import (
     remove_lora,
 )
 from trillion_moe.transforms.adapters import with_lora
+from trillion_moe.transforms.quantize import packed_layout
 from trillion_moe.transforms.segments import restack
 from trillion_moe.verify import VerifyError, verify
 from trillion_moe.verify.report import load as _load_operators
-from trillion_moe.weights import PackedLayout
 
 __all__ = [
     "ChatError",
@@ -86,8 +85,6 @@ __all__ = [
 ]
 
 # How a packed bank lies: as kernels read it; on CPU so that decoding runs along N (measured: 1.8x faster decoding).
-_PACKED_LAYOUT: dict[str, PackedLayout] = {"cpu": "kn", **mxfp4.LAYOUT}
-
 Quantization = Literal["keep", "decode"]
 Format = Literal["hf", "orbax"]
 
@@ -124,26 +121,17 @@ def load(
         return model if layout is None and staged(model.plan) is None else place(model, layout)
     stored = checkpoint.read_config(path)
     held = stored if quantization == "keep" else dataclasses.replace(stored, quantization=None)
-    model = Model(held, dtype=_dtype_name(dtype), plan=_plan(held, layout, scan))
+    model = Model(held, dtype=_dtype_name(dtype), plan=plan_for(held, layout, scan))
     if held.quantization is not None:
-        model = quantize_experts(model, layout=_PACKED_LAYOUT.get(jax.default_backend(), "nk"))
+        model = quantize_experts(model, layout=packed_layout(jax.default_backend()))
     model = model if layout is None else _place(model, layout)
     return checkpoint.load_into(model, path, stored, keep_dtypes=dtype is None)
-
-
-def _plan(cfg: ModelConfig, layout: Layout | None, scan: bool | None = None) -> tuple[Segment, ...]:
-    """The depth plan of a model that is to lie so."""
-    if layout is None or layout.size("pp") == 1:
-        return depth_plan(cfg, scan=scan)
-    if scan is not None:
-        raise ValueError(f"scan is {scan!r} over pipeline stages, which are always stacked: legal is None")
-    return staged_plan(cfg, layout.size("pp"), layout.virtual)
 
 
 def place(model: Model, layout: Layout | None) -> Model:
     """The model with its arrays on a mesh (None: on one device), restacked if its layers are to lie on pipeline stages,
     or did; computes the same. LayoutError for a model that the mesh cannot cut."""
-    plan = _plan(model.config, layout)
+    plan = plan_for(model.config, layout)
     if staged(model.plan) != staged(plan):
         model = restack(model, plan)
     if layout is not None:

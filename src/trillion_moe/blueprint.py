@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -116,3 +117,27 @@ def layer_numbers(plan: Sequence[Any]) -> list[tuple[tuple[int | None, ...], ...
         numbers.append(inner)
         layer += sum(number is not None for repeat in inner for number in repeat)
     return numbers
+
+
+def path_parts(path: Sequence[Any]) -> list[str | int]:
+    """Of a leaf of a model: attributes and places in tuples."""
+    return [_part(key) for key in path]
+
+
+def _part(key: Any) -> str | int:
+    match key:
+        case GetAttrKey(name=part) | SequenceKey(idx=part) | DictKey(key=part):
+            return part
+    raise TypeError(f"a model's leaves are reached by attributes and tuples, not by {key!r}")
+
+
+def leaf_names(numbers: Sequence[Any], parts: Sequence[Any]) -> tuple[str, ...]:
+    """``layers.{i}.{attributes}`` for each repeat of a leaf's segment, or the attributes alone outside the layers.
+
+    numbers: `layer_numbers` of the model's plan.
+    """
+    if parts[0] != "segments":
+        return (".".join(map(str, parts)),)
+    _, s, j, *rest = parts
+    layers = (repeat[j] for repeat in numbers[s] if repeat[j] is not None)
+    return tuple(f"layers.{i}.{'.'.join(map(str, rest))}" for i in layers)

@@ -26,7 +26,10 @@ from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.generate import command
 from trillion_moe.ops import using
 from trillion_moe.plan import command as plan_command
+from trillion_moe.profile import ProfileError
+from trillion_moe.profile import command as profile_command
 from trillion_moe.run_config import RunConfigError, load_run_config
+from trillion_moe.stamp import OutputError
 from trillion_moe.train import command as train_command
 from trillion_moe.transforms import merge_report
 from trillion_moe.transforms.targets import places
@@ -38,7 +41,7 @@ from trillion_moe.weights import parameters
 
 ERRORS = (
     *(api.ConfigError, api.CheckpointError, api.InputError, ChatError, DataError, ImageError),
-    *(RunConfigError, TokenizerError, api.VerifyError, api.LayoutError, AotError),
+    *(RunConfigError, TokenizerError, api.VerifyError, api.LayoutError, AotError, ProfileError, OutputError),
     *(OSError, EOFError, UnicodeError, FloatingPointError),
 )
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE has ended
@@ -115,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = verbs.add_parser("plan", help="whether a run fits a machine: its step compiled ahead of time, without it")
     plan_command.add_arguments(plan)
     plan.set_defaults(run=plan_command.run)
+    profile = verbs.add_parser("profile", help="time the collectives of a mesh, and a training step, on these devices")
+    profile_command.add_arguments(profile)
+    profile.set_defaults(run=profile_command.run)
     verify = verbs.add_parser("verify", help="try every operator of a model on this machine, against float64")
     verify_command.add_arguments(verify)
     verify.set_defaults(run=verify_command.run)

@@ -16,6 +16,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from trillion_moe.blueprint import layer_numbers, leaf_names, path_parts
 from trillion_moe.weights import Dims, is_weight, weight_axes
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
@@ -300,22 +301,38 @@ def shardings(model: Any, layout: Layout, *, whole: tuple[str, ...] = ()) -> Any
 
     Raises LayoutError naming the parameter, its size and what would divide it.
     """
+    numbers = layer_numbers(model.plan)
 
     def one(path, leaf, d: Dims) -> NamedSharding:
+        name = leaf_names(numbers, path_parts(path))[0]
         try:
             spec = layout.spec(d.axes, whole=whole)
         except LayoutError as error:
-            raise LayoutError(f"{jax.tree_util.keystr(path)}: {error}") from None
+            raise LayoutError(f"{name}: {error}") from None
         for size, axis in zip(leaf.shape, d.axes, strict=True):
-            parts = 1 if axis in whole else layout.size(*layout.over(axis))
-            if size % parts:
-                raise LayoutError(
-                    f"{jax.tree_util.keystr(path)} has {size} along {axis!r}, not a multiple of {parts} "
-                    f"({' x '.join(layout.over(axis))}); legal are {_divisors(size)}"
-                )
+            if axis not in whole:
+                _check_cut(name, size, axis, layout)
         return NamedSharding(layout.mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(one, model, model_axes(model))
+    found = jax.tree_util.tree_map_with_path(one, model, model_axes(model))
+    _check_heads(model.config, layout)
+    return found
+
+
+def _check_heads(config: Any, layout: Layout) -> None:
+    """No head is cut: the matrices that have several side by side do not say where one ends."""
+    for kind in ("kda", "mla"):
+        if (part := getattr(config, kind)) is not None:
+            _check_cut(f"{kind}.num_heads", part.num_heads, "heads", layout)
+
+
+def _check_cut(name: str, size: int, axis: str | None, layout: Layout) -> None:
+    over = layout.over(axis)
+    if size % layout.size(*over):
+        raise LayoutError(
+            f"{name} has {size} along {axis!r}, not a multiple of {layout.size(*over)} ({' x '.join(over)}); "
+            f"legal are {_divisors(size)}"
+        )
 
 
 def _divisors(size: int) -> str:

@@ -20,6 +20,7 @@ from trillion_moe.ops import accumulator, dot, grouped_dot, grouped_glu
 from trillion_moe.sharding import Layout, axes_like, dims, island
 
 COUNTED = 128  # rows in which those of one expert are counted by comparing each with each
+EXCHANGE = "expert_exchange"  # what is between tokens and their experts, in the names of a program's operations
 
 
 class Experts(nnx.Module):
@@ -126,6 +127,7 @@ def _routed(router: Router, experts: Experts, x_BTD, z_BTL, real_BT, *, cfg: Mod
     return y_NL.reshape(shape), {"expert_counts": counts_E, "dropped": dropped}, taps
 
 
+@jax.named_scope(EXCHANGE)
 def _over_devices(experts: Experts, z_NL, ids_NK, weights_NK, cfg: ModelConfig, layout: Layout):
     """-> weighted sums ``[N, L]``, and how many assignments were dropped on all devices together.
 

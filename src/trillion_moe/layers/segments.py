@@ -5,7 +5,7 @@ from typing import Literal
 
 from trillion_moe.blueprint import layer_numbers
 from trillion_moe.config import ModelConfig
-from trillion_moe.sharding import LayoutError
+from trillion_moe.sharding import Layout, LayoutError
 
 SCAN_ABOVE = 16  # layers; a shallower model is unrolled, which runs faster and still compiles in seconds
 PERIODS = range(1, 9)  # lengths of a run of layers that may repeat
@@ -60,6 +60,15 @@ def depth_plan(cfg: ModelConfig, *, scan: bool | None = None) -> Plan:
         else:
             segments.append(Segment(block, 1))
     return tuple(segments)
+
+
+def plan_for(cfg: ModelConfig, layout: Layout | None, scan: bool | None = None) -> Plan:
+    """Of a model that is to lie so: `depth_plan`, or over pipeline stages `staged_plan`, where scan must be None."""
+    if layout is None or layout.size("pp") == 1:
+        return depth_plan(cfg, scan=scan)
+    if scan is not None:
+        raise ValueError(f"scan is {scan!r} over pipeline stages, which are always stacked: legal is None")
+    return staged_plan(cfg, layout.size("pp"), layout.virtual)
 
 
 def _runs(kinds: tuple[LayerSpec, ...]) -> list[Segment]:

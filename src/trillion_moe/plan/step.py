@@ -12,18 +12,17 @@ import optax
 from trillion_moe import aot
 from trillion_moe.blueprint import is_spec
 from trillion_moe.config import ModelConfig
-from trillion_moe.kernels import mxfp4
-from trillion_moe.layers.segments import staged_plan
 from trillion_moe.meshes.chips import Chip, Gpu
 from trillion_moe.meshes.machine import Machine, compiled_for
-from trillion_moe.model import Model, least_tokens
+from trillion_moe.model import least_tokens
 from trillion_moe.ops import IMPLEMENTATIONS, using
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.plan.collectives import Collective, collectives
+from trillion_moe.programs import blueprint
 from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, place, shardings
 from trillion_moe.steps import train_step
-from trillion_moe.transforms import add_lora, partition, quantize_experts
+from trillion_moe.transforms import partition
 
 SHARE = 0.9  # of a device's memory that a step may take: the rest is the runtime's
 STEPS = 1000  # of the schedule; no size depends on it
@@ -88,14 +87,7 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
 
 def _model(cfg: ModelConfig, config: RunConfig, chip: Chip, layout: Layout) -> Any:
     """The model as it would be loaded for this chip, of arrays without values that lie over the mesh."""
-    stages = layout.size("pp")
-    plan = None if stages == 1 else staged_plan(cfg, stages, layout.virtual)
-    model = Model(cfg, dtype=config.dtype, plan=plan)
-    if cfg.quantization is not None:
-        model = quantize_experts(model, layout=mxfp4.LAYOUT[_platform(chip)])
-    if config.lora is not None:
-        model = add_lora(model, config.lora)
-    model = place(model, layout)
+    model = place(blueprint(cfg, config, _platform(chip), layout), layout)
 
     def abstract(spec: Any, where: Any) -> jax.ShapeDtypeStruct:
         assert is_spec(spec)

@@ -22,7 +22,9 @@ from trillion_moe.data.report import decode_marked, statistics
 from trillion_moe.data.rows import DataError, read_rows
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Model
+from trillion_moe.programs import blueprint
 from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
+from trillion_moe.sharding import shardings
 from trillion_moe.train.report import picture
 from trillion_moe.train.trainer import Trainer, check_rows, count_updates, rows_of_a_pass
 from trillion_moe.transforms import add_lora, count_by_group, partition
@@ -61,10 +63,12 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
         raise CheckpointError(output, [f"{done.name} is there: this run has ended; choose another output"])
     _check_writable(output)
     cfg = ModelConfig.from_file(config.model)  # rows are checked before the weights, which take longer, are read
+    layout = None if config.mesh is None else layout_of(config.mesh)
+    if layout is not None:
+        shardings(blueprint(cfg, config, jax.default_backend(), layout), layout)  # whether it can be cut
     processor = load_processor(config.model, cfg)
     train, held_out = _examples(config, cfg, processor)
     print(statistics(train), file=sys.stderr)
-    layout = None if config.mesh is None else layout_of(config.mesh)
     check_rows(config, cfg, layout, (train, held_out))
     model = _adapted(load(config.model, dtype=config.dtype, mesh=layout), config)
     if args.dry_run:

@@ -5,7 +5,6 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,15 @@ from trillion_moe.data.loader import Batch, Batches, Loader
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Model, bucket, least_tokens, loss_sum
 from trillion_moe.optimizer import check_eps, make_optimizer, schedule
+from trillion_moe.programs import add as _add
+from trillion_moe.programs import gradients as _gradients
+from trillion_moe.programs import over_all
+from trillion_moe.programs import update as _update
 from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, put
-from trillion_moe.steps import grad_step, update_step
 from trillion_moe.train import checkpoints
 from trillion_moe.train.report import Report
 from trillion_moe.transforms import combine, partition
-from trillion_moe.transforms.dropout import drop_inputs
 
 
 class NotFiniteError(FloatingPointError):
@@ -69,7 +70,7 @@ class Trainer:
         check_eps(config.optimizer, self.trainable)
         self.optimizer = make_optimizer(config.optimizer, self.total)
         self.lr = schedule(config.optimizer, self.total)
-        self.opt_state = _over_all(self.optimizer.init(self.trainable), self.layout)
+        self.opt_state = over_all(self.optimizer.init(self.trainable), self.layout)
         self.step, self.tokens, self.stale = 0, 0, 0
         self.best: float | None = None
         self.best_step: int | None = None
@@ -238,39 +239,11 @@ def _suspects(passes: Sequence[Pass]) -> str:
     return ", ".join(str(line) for lines in bad for line in lines)
 
 
-# What is compiled, once for all runs of a process that have one shape.
-
-
-@partial(jax.jit, static_argnames=("remat", "dropout"))
-def _gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat: bool, dropout: float):
-    """`grad_step` under dropout, which is part of the function that is differentiated."""
-    if not dropout:
-        return grad_step(trainable, frozen, batch, remat=remat)
-    dropped, back = jax.vjp(lambda t: drop_inputs(t, key, dropout), trainable)
-    grads, sums = grad_step(dropped, frozen, batch, remat=remat)
-    return back(grads)[0], sums
-
-
 @jax.jit
 def _evaluation(trainable: Any, frozen: Any, batch: Any) -> tuple[Any, ...]:
     """Sums: loss, counted targets, those that were the argmax, dropped assignments."""
     total, sums = loss_sum(combine(trainable, frozen), batch, remat=False)
     return total, sums["tokens"], sums["correct"], sums.get("dropped", 0)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
-    return jax.tree.map(jnp.add, (grads, sums), new)
-
-
-_update = partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))(update_step)
-
-
-def _over_all(opt_state: Any, layout: Layout | None) -> Any:
-    """Counters of the optimizer on every device; moments lie where their parameters do already."""
-    if layout is None:
-        return opt_state
-    return jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, layout.sharding()), opt_state)
 
 
 def on_devices(batch: Batch, layout: Layout | None) -> dict[str, Any]:

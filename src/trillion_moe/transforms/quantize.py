@@ -22,6 +22,11 @@ MXFP4_GROUP = 32
 _RMS_E2M1 = 2.926  # of a nibble drawn uniformly: sqrt(68.5 / 8)
 
 
+def packed_layout(platform: str) -> PackedLayout:
+    """How packed experts lie in the memory of a platform's devices."""
+    return "kn" if platform == "cpu" else mxfp4.LAYOUT.get(platform, "nk")
+
+
 def quantize_experts(model: Any, *, layout: PackedLayout = "nk") -> Any:
     """The model with its routed experts in MXFP4: 4.25 bits a weight.
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from trillion_moe.blueprint import layer_numbers
+from trillion_moe.blueprint import layer_numbers, leaf_names, path_parts
 from trillion_moe.weights import MXFP4, LoRA, is_weight, matrix_shape
 
 GROUPS = {
@@ -76,20 +75,13 @@ def places(model: Any, *, inside: bool = False) -> tuple[list[Place], Any]:
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=None if inside else is_weight)
     numbers = layer_numbers(model.plan)
-    return [_place(model.plan, numbers, [_part(key) for key in path], leaf) for path, leaf in flat], treedef
-
-
-def _part(key: Any) -> str | int:
-    match key:
-        case GetAttrKey(name=part) | SequenceKey(idx=part) | DictKey(key=part):
-            return part
-    raise TypeError(f"a model's leaves are reached by attributes and tuples, not by {key!r}")
+    return [_place(model.plan, numbers, path_parts(path), leaf) for path, leaf in flat], treedef
 
 
 def _place(plan, numbers: list, path: list, leaf: Any) -> Place:
+    names = leaf_names(numbers, path)
     if path[0] != "segments":
-        name = ".".join(map(str, path))
-        return Place((name,), (), (), _OUTSIDE.get(name), leaf)
+        return Place(names, (), (), _OUTSIDE.get(names[0]), leaf)
     _, s, j, *rest = path
     segment, tail = plan[s], ".".join(map(str, rest))
     rows = tuple(r for r, repeat in enumerate(numbers[s]) if repeat[j] is not None)
@@ -98,8 +90,7 @@ def _place(plan, numbers: list, path: list, leaf: Any) -> Place:
     kind = segment.layers[j].attention
     attention = {f"attention.{m}": kind for m in _ATTENTION.get(kind, ())}
     group = attention.get(tail) or _FFN.get(tail)
-    stacked = rows if segment.repeats > 1 else None
-    return Place(tuple(f"layers.{i}.{tail}" for i in layers), layers, starts, group, leaf, stacked)
+    return Place(names, layers, starts, group, leaf, rows if segment.repeats > 1 else None)
 
 
 def moe_layers(model: Any) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from trillion_moe.verify import DTYPES, MEMORY, VerifyError, verify
+from trillion_moe.stamp import check_output
+from trillion_moe.verify import DTYPES, MEMORY, verify
 from trillion_moe.verify.cases import LARGEST
-from trillion_moe.verify.report import HEAD, KEY, VERDICTS, Row, line, part_of
+from trillion_moe.verify.report import HEAD, KEY, VERDICTS, Row, line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """-> 1 if an operator has no passing implementation in a dtype that was asked for, else 0."""
     if args.json is not None:
-        check_output(args.json)
+        check_output(args.json, KEY)
     print(HEAD)
     report = verify(
         args.config,
@@ -60,22 +61,3 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(row: Row) -> None:
     print(line(row), flush=True)
-
-
-def check_output(path: Path) -> None:
-    """VerifyError, before minutes are spent, where the file cannot be written, or is something else than a report."""
-    try:
-        target = path.resolve()
-        if not target.parent.is_dir():
-            raise VerifyError(f"--json: {target.parent} is no folder that is there")
-        if target.exists() and not target.is_file():
-            raise VerifyError(f"--json: {path} is there and is no file")
-        if target.exists():
-            with target.open("rb") as file:
-                if KEY.encode() not in file.read(100):
-                    raise VerifyError(f"--json: {path} is there and is no report, only a report is replaced")
-        part = part_of(target)
-        part.touch(exist_ok=False)
-        part.unlink()
-    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
-        raise VerifyError(f"--json: {path} cannot be written: {getattr(error, 'strerror', error)}") from None

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from trillion_moe import __version__
-from trillion_moe.verify.report import DRIVER, runtime
+from trillion_moe.stamp import DRIVER, runtime
 
 PACKAGE = "trillion-moe"
 OPTIONAL = {"torch": "parity", "transformers": "parity", "peft": "parity"}

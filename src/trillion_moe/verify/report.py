@@ -3,25 +3,18 @@
 import dataclasses
 import json
 import math
-import os
-import platform
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
-
-import jax
-from jax.extend import backend
 
 from trillion_moe.config import ModelConfig
 from trillion_moe.config_json import distinct
 from trillion_moe.ops import IMPLEMENTATIONS
+from trillion_moe.stamp import Stamp, write_report
 from trillion_moe.verify.operators import operators_of
 
 FORMAT, KEY = 1, "trillion_moe verify"
-DRIVER = Path("/proc/driver/nvidia/version")
 _STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 _SIZES = ("model_type", "hidden_size", "vocab_size", "dense_hidden_size", "activation", "situ_beta", "situ_linear_beta")
 
@@ -54,50 +47,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Stamp:
-    """The machine and its software. runtime: what the back end says of itself; driver: the kernel module's version."""
-
-    __pydantic_config__ = _STRICT
-
-    platform: str
-    device: str
-    count: int
-    runtime: str
-    driver: str | None
-    matmul_precision: str | None
-    versions: dict[str, str]
-
-    @classmethod
-    def here(cls) -> "Stamp":
-        from trillion_moe import __version__  # not while this package is imported
-
-        device = jax.devices()[0]
-        versions = {"trillion_moe": __version__, "python": platform.python_version()}
-        return cls(
-            platform=device.platform,
-            device=device.device_kind,
-            count=jax.device_count(),
-            runtime=runtime(),
-            driver=_driver() if device.platform in ("gpu", "cuda") else None,
-            matmul_precision=jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
-            versions=versions | {name: version(name) for name in ("jax", "jaxlib", "numpy")},
-        )
-
-
-def runtime() -> str:
-    """What the back end says of itself, in one line."""
-    return " ".join(backend.get_backend().platform_version.split())
-
-
-def _driver() -> str | None:
-    """NVIDIA's, in its own words; None where the kernel does not say it."""
-    try:
-        return DRIVER.read_text(encoding="utf-8").splitlines()[0].strip()
-    except (OSError, IndexError):
-        return None
-
-
-@dataclass(frozen=True)
 class Report:
     """operators: all rows. fallback: operator -> dtype -> the implementations that passed, fastest first. config: the
     model's widths."""
@@ -121,22 +70,7 @@ class Report:
 
     def write(self, path: str | Path) -> None:
         """To a file, which has its name only when it is whole; one that is there is replaced."""
-        path = Path(path).resolve()
-        part = part_of(path)
-        text = json.dumps({KEY: FORMAT} | dataclasses.asdict(self), indent=2, allow_nan=False)
-        try:
-            with part.open("x", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def part_of(path: Path) -> Path:
-    """What a file is called until it is whole."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+        write_report(path, {KEY: FORMAT} | dataclasses.asdict(self))
 
 
 def _fallback(rows: list[Row]) -> dict[str, dict[str, list[str]]]:

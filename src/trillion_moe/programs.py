@@ -1,0 +1,59 @@
+"""What a run that trains compiles: its model, and the steps as programs, one for all runs of a process of one shape."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trillion_moe.config import ModelConfig
+from trillion_moe.layers.segments import plan_for
+from trillion_moe.model import Model
+from trillion_moe.run_config import RunConfig, RunConfigError
+from trillion_moe.sharding import Layout
+from trillion_moe.steps import grad_step, update_step
+from trillion_moe.transforms import add_lora, quantize_experts
+from trillion_moe.transforms.dropout import drop_inputs
+from trillion_moe.transforms.quantize import packed_layout
+
+
+def blueprint(cfg: ModelConfig, config: RunConfig, platform: str, layout: Layout | None) -> Any:
+    """The model as a run loads and adapts it, of Specs, its layers as a mesh needs them.
+
+    RunConfigError for adapters that it cannot have.
+    """
+    model = Model(cfg, dtype=config.dtype, plan=plan_for(cfg, layout))
+    if cfg.quantization is not None:
+        model = quantize_experts(model, layout=packed_layout(platform))
+    if config.lora is None:
+        return model
+    try:
+        return add_lora(model, config.lora)
+    except ValueError as error:
+        raise RunConfigError(f"lora, on {config.model}: {error}") from None
+
+
+@partial(jax.jit, static_argnames=("remat", "dropout"))
+def gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat: bool, dropout: float):
+    """`grad_step` under dropout, which is part of the function that is differentiated."""
+    if not dropout:
+        return grad_step(trainable, frozen, batch, remat=remat)
+    dropped, back = jax.vjp(lambda t: drop_inputs(t, key, dropout), trainable)
+    grads, sums = grad_step(dropped, frozen, batch, remat=remat)
+    return back(grads)[0], sums
+
+
+@partial(jax.jit, donate_argnums=0)
+def add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
+    """Gradients and sums of one pass more."""
+    return jax.tree.map(jnp.add, (grads, sums), new)
+
+
+update = partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))(update_step)
+
+
+def over_all(opt_state: Any, layout: Layout | None) -> Any:
+    """Counters of the optimizer on every device; moments lie where their parameters do already."""
+    if layout is None:
+        return opt_state
+    return jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, layout.sharding()), opt_state)
