@@ -43,12 +43,18 @@ class Processes:
         """`wait`, with a value of JSON -> that of process 0, and of every process that has another one."""
         return {0: value} if self._link is None else self._link.gather(what, value)
 
-    def same(self, what: str, value: Any) -> None:
-        """Raises ProcessesError, in all of them, if this differs among them."""
-        found = self.gather(what, value)
-        if len(found) > 1:
-            said = "; ".join(f"process {i} (host {self.hosts[i]}) has {v!r}" for i, v in found.items())
-            raise ProcessesError(f"{what} must be the same in all processes: {said}")
+    def same(self, what: str, values: Mapping[str, Any]) -> None:
+        """Raises ProcessesError, in all of them, naming those of these values by name that differ among them."""
+        found = self.gather(what, dict(values))
+        first, *others = sorted(found)
+        wrong = [
+            f"{name} is {found[i].get(name)!r} in process {i} (host {self.hosts[i]}), {value!r} in process 0"
+            for i in others
+            for name, value in found[first].items()
+            if found[i].get(name) != value
+        ]
+        if wrong:
+            raise ProcessesError(f"the {what} of all processes must be the same: {'; '.join(wrong)}")
 
     def __enter__(self) -> "Processes":
         global _current
@@ -105,11 +111,15 @@ def join(
     link.come()
     _before_abort()
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
-    jax.distributed.initialize(
-        place.coordinator, place.count, place.index, place.devices, cluster_detection_method="deactivate",
-        initialization_timeout=int(timing.join), heartbeat_timeout_seconds=2 * int(timing.silence) + 10,
-        shutdown_timeout_seconds=SHUTDOWN,
-    )  # fmt: skip
+    try:
+        jax.distributed.initialize(
+            place.coordinator, place.count, place.index, place.devices, cluster_detection_method="deactivate",
+            initialization_timeout=int(timing.join), heartbeat_timeout_seconds=2 * int(timing.silence) + 10,
+            shutdown_timeout_seconds=SHUTDOWN,
+        )  # fmt: skip
+    except Exception as error:
+        link.fail(f"process {place.index} (host {link.hosts[place.index]}): {error}")
+        raise
     print(f"process {place.index} of {place.count} on {link.hosts[place.index]}", file=sys.stderr, flush=True)
     return Processes(place, link, known=known)
 
