@@ -101,6 +101,14 @@ class Hub:
         threading.Thread(target=self._run, name="hub", daemon=True).start()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:  # whatever has happened: the others see that there is no hub any more
+            for connection in (self.listener, *self._strangers, *(m.lines.connection for m in self.members.values())):
+                connection.close()
+            self._selector.close()
+
+    def _serve(self) -> None:
         while not self._over():
             for key, _ in self._selector.select(BEAT / 2):
                 if key.fileobj is self.listener:
