@@ -50,12 +50,16 @@ class Link:
         """Tell all to end with this; returns when they have heard it. The caller says it too, and ends."""
         self._failing = True
         send(self._connection, {"failed": text})
-        self.wait_for_end(TOLD + (self.timing.join if not self.hosts else TOLD))
+        self._await_end(TOLD + (self.timing.join if not self.hosts else TOLD))
 
-    def wait_for_end(self, seconds: float) -> None:
-        """Until the hub has ended the run; then, unless this process fails by itself, its thread ends it."""
+    def await_verdict(self, seconds: float) -> None:
+        """Let the hub say first what is wrong: then the thread ends this process, and this does not return."""
+        if self._await_end(seconds):
+            time.sleep(TOLD)
+
+    def _await_end(self, seconds: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._end is not None, seconds)
+            return self._changed.wait_for(lambda: self._end is not None, seconds)
 
     def leave(self) -> None:
         """What ends from here on is nothing to speak of."""

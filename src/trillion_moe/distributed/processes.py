@@ -14,7 +14,7 @@ from trillion_moe.distributed.environment import Place, ProcessesError, find
 from trillion_moe.distributed.hub import Timing
 from trillion_moe.distributed.link import Link, leave_at_once
 
-VERDICT = 15.0  # seconds in which the hub finds who broke what this process was doing with the others
+VERDICT, SOON = 10.0, 1.0  # seconds for the hub to find that another process is to blame; where that is not likely
 SHUTDOWN = 10  # seconds that JAX waits at the end for processes that have all said they are there
 INTERRUPTED = 130
 
@@ -75,8 +75,8 @@ class Processes:
     def _fail(self, error: BaseException) -> NoReturn:
         """Say what is wrong, here and to the others, and end."""
         assert self._link is not None
-        if isinstance(error, jax.errors.JaxRuntimeError):  # most often because another process is no more
-            self._link.wait_for_end(VERDICT)
+        # Most errors of JAX here are of another process that is no more; they come as other kinds too.
+        self._link.await_verdict(VERDICT if isinstance(error, jax.errors.JaxRuntimeError) else SOON)
         known = isinstance(error, (*self._known, ProcessesError))
         text = str(error) if known else "".join(traceback.format_exception_only(error)).strip()
         self._link.fail(f"process {self.index} (host {self.hosts[self.index]}): {text}")

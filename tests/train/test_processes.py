@@ -1,0 +1,316 @@
+"""A run over several real processes, and what becomes of it when one of them dies, stops, or has other flags or data.
+
+Programs are compiled once for all runs here: the folder of the compiler's cache is that of the tests' session.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.train.test_trainer import arrays
+
+import trillion_moe as tm
+from trillion_moe.distributed import Place, Processes
+from trillion_moe.run_config import to_json
+from trillion_moe.sharding import LayoutError
+from trillion_moe.train.command import _check_spans
+from trillion_moe.train.report import read
+
+LIMIT = 15.0  # seconds in which the others end when one process is killed
+PATIENCE = 300.0  # of the tests, on a machine that is busy
+LOCAL = Path(__file__).parents[2] / "configs" / "launch" / "local.sh"
+TRAIN = [sys.executable, "-m", "trillion_moe.cli", "train", "--quiet"]
+
+
+class Job:
+    """Processes that are one run; what each says is in a file."""
+
+    def __init__(self, folder: Path, commands: list[list[str]], devices: int, environ: dict[str, str]):
+        folder.mkdir()
+        port = free_port()
+        common = os.environ | {
+            "TRILLION_MOE_COORDINATOR": f"127.0.0.1:{port}",
+            "TRILLION_MOE_PROCESSES": str(len(commands)),
+            "JAX_NUM_CPU_DEVICES": str(devices),
+        }
+        self.files = [folder / f"{i}.txt" for i in range(len(commands))]
+        self.processes = [
+            subprocess.Popen(
+                command, stdout=file.open("w"), stderr=subprocess.STDOUT,
+                env=common | {"TRILLION_MOE_PROCESS": str(i)} | environ,
+            )
+            for i, (command, file) in enumerate(zip(commands, self.files, strict=True))
+        ]  # fmt: skip
+
+    def said(self, index: int) -> str:
+        return self.files[index].read_text()
+
+    def until(self, condition) -> None:
+        """Wait for it, which all processes must live to see."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            ended = [i for i, process in enumerate(self.processes) if process.poll() is not None]
+            assert not ended, self.said(ended[0])
+            assert time.monotonic() < end, [file.read_text() for file in self.files]
+            time.sleep(0.02)
+
+    def codes(self, *indices: int) -> list[int]:
+        """The exit codes of these, or of all."""
+        chosen = [self.processes[i] for i in indices] or self.processes
+        return [process.wait(PATIENCE) for process in chosen]
+
+
+def free_port() -> int:
+    """A port that nobody listens on, nor on the one before it."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            with contextlib.suppress(OSError):
+                two.bind(("127.0.0.1", one.getsockname()[1] - 1))
+                return one.getsockname()[1]
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts a Job; whatever is left of it when the test ends is killed."""
+    jobs: list[Job] = []
+
+    def job(commands, devices: int, **environ: str) -> Job:
+        jobs.append(Job(tmp_path / f"said{len(jobs)}", commands, devices, environ))
+        return jobs[-1]
+
+    yield job
+    for process in (process for job in jobs for process in job.processes):
+        process.kill()
+        process.wait()
+
+
+def after(began: float) -> float:
+    return time.monotonic() - began
+
+
+# --- what needs no training -------------------------------------------------------------------------------------------
+
+CHILD = """
+import sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from trillion_moe.distributed import Timing, join, whole
+from trillion_moe.sharding import Layout, put
+
+with join(known=(ValueError,), timing=Timing(silence=4.0, say=1.0)) as processes:
+    layout = Layout.make({"dp": jax.device_count()})
+    x = put(np.arange(jax.device_count() * 2.0), NamedSharding(layout.mesh, PartitionSpec("dp")))
+    add = jax.jit(lambda x: x + jnp.sum(x))
+    sys.argv[1] == "slow" and processes.index == 1 and time.sleep(4)
+    add.lower(x).compile()
+    processes.wait("compile")
+    for step in range(10**6 if sys.argv[1] == "long" else 3):
+        x = add(x) * 0
+        assert not whole(x).any()
+        print("step", step, flush=True)
+        if sys.argv[1] == "bug" and processes.index == 0:
+            raise KeyError("nothing of this name")
+        time.sleep(0.05)
+print("END")
+"""
+
+
+def child(kind: str, count: int) -> list[list[str]]:
+    return [[sys.executable, "-c", textwrap.dedent(CHILD), kind]] * count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "victim", "number", "limit"),
+    [
+        (2, 1, signal.SIGKILL, LIMIT),
+        (2, 0, signal.SIGKILL, LIMIT),
+        (3, 0, signal.SIGKILL, LIMIT),
+        (2, 1, signal.SIGSTOP, LIMIT),
+        (2, 0, signal.SIGSTOP, LIMIT),
+    ],
+)
+def test_one_that_is_gone_ends_the_others(job, count: int, victim: int, number: int, limit: float) -> None:
+    """And they name it: killed or, where nothing comes for 4 s here (30 s by default), stopped; process 0 too, without
+    which JAX itself aborts before Python can say a word."""
+    run = job(child("long", count), 1)
+    run.until(lambda: all("step 3" in run.said(i) for i in range(count)))
+    began = time.monotonic()
+    run.processes[victim].send_signal(number)
+    others = [i for i in range(count) if i != victim]
+    codes = run.codes(*others)
+    assert after(began) < limit
+    assert codes == [1] * len(others)
+    why = "its connection has ended" if number == signal.SIGKILL else "nothing has come for 4 s"
+    for i in others:
+        assert f"process {i} ends: process {victim} (host {socket.gethostname()}) is missing: {why}" in run.said(i)
+
+
+@pytest.mark.slow
+def test_one_that_has_a_bug_ends_the_others(job) -> None:
+    run = job(child("bug", 2), 1)
+    assert run.codes() == [1, 1]
+    assert "KeyError: 'nothing of this name'" in run.said(0)
+    assert "Traceback" in run.said(0)
+    host = socket.gethostname()
+    assert run.said(1).endswith(f"process 1 ends: process 0 (host {host}): KeyError: 'nothing of this name'\n")
+
+
+@pytest.mark.slow
+def test_one_that_compiles_longer_is_waited_for(job) -> None:
+    """fault 42: who waits says for whom."""
+    run = job(child("slow", 2), 2)
+    assert run.codes() == [0, 0]
+    said = f"process 0: waiting on compile of process 1 (host {socket.gethostname()}) for "
+    assert run.said(0).count(said) >= 2
+    assert "waiting" not in run.said(1)
+    assert [run.said(i).splitlines()[-1] for i in (0, 1)] == ["END"] * 2
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+MESH = {"fsdp": 2, "ep": 2}
+LONG = {"steps": 30, "batch_size": 4, "accumulate": 1, "eval_every": 0, "save_every": 4}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> dict[str, str]:
+    """A compilation cache for the processes of this module."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
+@pytest.fixture
+def written(config, write_rows, rows, tmp_path):
+    """Writes a configuration and ten rows -> the command that trains it."""
+
+    def written(settings) -> list[str]:
+        (tmp_path / "run.json").write_text(to_json(settings))
+        write_rows(Path(settings.data), rows(10))
+        return [*TRAIN, "--config", str(tmp_path / "run.json")]
+
+    return written
+
+
+def updates(output: Path) -> list[dict]:
+    return [line for line in read(output / "metrics.jsonl") if line["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_a_run_over_two_processes(job, written, config, trainer, adapted, tmp_path, cache) -> None:
+    """Asked to end by a signal to one process, then killed in the other, then ended as it should: in all the updates of
+    one process over the same mesh. Reports are written once."""
+    settings = config(mesh=MESH, train=LONG, optimizer={"lr": 1e-3})
+    one = dataclasses.replace(settings, output=str(tmp_path / "one"))
+    expected = trainer(one, model=tm.place(adapted, tm.Layout.make(MESH))).run(quiet=True)
+    command, output = written(settings), Path(settings.output)
+
+    run = job([command] * 2, 2, **cache)
+    run.until(lambda: len(updates(output)) > 1)
+    run.processes[1].send_signal(signal.SIGTERM)
+    assert run.codes() == [143, 143]
+    stopped = len(updates(output))
+    assert f"signal 15: checkpoint of update {stopped} saved" in run.said(0)
+    assert max(path.name for path in (output / "checkpoints").iterdir()) == f"{stopped:08d}"
+
+    run = job([command] * 2, 2, **cache)
+    run.until(lambda: len(updates(output)) > stopped + 4)
+    began = time.monotonic()
+    run.processes[0].kill()
+    assert run.codes(1) == [1]
+    assert after(began) < LIMIT
+    assert f"process 1 ends: process 0 (host {socket.gethostname()}) is missing" in run.said(1)
+    assert f"goes on behind update {stopped} of 30" in run.said(0)
+
+    run = job([command] * 2, 2, **cache)
+    assert run.codes() == [0, 0], run.said(0)
+    assert run.said(0).splitlines()[-1] == str(output / "adapter")
+    assert str(output) not in run.said(1)
+    assert [line["step"] for line in updates(output)] == [*range(1, 31)]
+    for line, was in zip(updates(output), updates(Path(one.output)), strict=True):
+        assert line["expert_counts"] == was["expert_counts"]
+        for name in ("loss", "grad_norm", "lr", "tokens"):
+            np.testing.assert_allclose(line[name], was[name], rtol=1e-3)
+    found = arrays(tm.load_adapter(tm.load(settings.model), output / "adapter"))
+    for name, array in arrays(expected.model).items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-2, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_every_weight_over_four_processes(written, config, trainer, folder, tmp_path, cache) -> None:
+    """Of one device each, started by the script for one host: a checkpoint that one process loads, which is what one
+    process makes."""
+    settings = config(
+        mesh={"ep": 4}, train={"steps": 2, "batch_size": 4, "accumulate": 1, "dropout": 0.0, "eval_every": 1},
+        lora=None, eval_rows=3,
+    )  # fmt: skip
+    command, output = written(settings), Path(settings.output)
+    environ = os.environ | cache | {"JAX_NUM_CPU_DEVICES": "1"}
+    ended = subprocess.run(
+        [LOCAL, "4", *command], env=environ, capture_output=True, text=True, timeout=2 * PATIENCE
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"{output / 'model'}\n"
+    assert ended.stderr.count("supervised tokens") == 1
+    model = tm.load(output / "model")
+    one = dataclasses.replace(settings, output=str(tmp_path / "one"))
+    given = [json.loads(line) for line in Path(settings.data).read_text().splitlines()]
+    layout = tm.Layout.make({"ep": 4})
+    expected = trainer(one, given[:7], given[7:], model=tm.place(tm.load(folder), layout)).run(quiet=True)
+    for name, array in arrays(expected.model).items():
+        np.testing.assert_allclose(arrays(model)[name], array, rtol=1e-2, atol=1e-5, err_msg=name)
+    both = [read(Path(path) / "metrics.jsonl") for path in (settings.output, one.output)]
+    assert [line["kind"] for line in both[0]] == ["train", "eval"] * 2
+    np.testing.assert_allclose(*([line["loss"] for line in lines] for lines in both), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--data", "BAD"], "line 2: "),
+        (["--set", "train.batch_size=8"], "the configuration of all processes must be the same: train.batch_size is"),
+    ],
+    ids=["flag", "data", "configuration"],
+)
+def test_one_that_is_given_something_else(job, written, config, tmp_path, victim, flags, said) -> None:
+    """Nobody hangs, and all say what was wrong where."""
+    command = written(config(mesh={"fsdp": 2}))
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n')
+    flags = [str(tmp_path / "bad.jsonl") if flag == "BAD" else flag for flag in flags]
+    commands = [command, command]
+    commands[victim] = [*command, *flags]
+    run = job(commands, 1)
+    codes = run.codes()
+    assert 0 not in codes
+    for i in (0, 1):
+        assert said in run.said(i)
+        assert "Traceback" not in run.said(i)
+    if "same" not in said:
+        assert f"process {1 - victim} ends: process {victim}" in run.said(1 - victim)
+
+
+# --- checked before anything is started -------------------------------------------------------------------------------
+
+
+def test_a_mesh_that_leaves_out_processes() -> None:
+    two = Processes(Place(0, 2, "a:9"))
+    with pytest.raises(LayoutError, match=r"mesh has 1 device\(s\), the 2 processes have 8: legal is a mesh over all"):
+        _check_spans(None, two)
+    with pytest.raises(LayoutError, match=r"mesh has 4 device\(s\)"):
+        _check_spans(tm.Layout.make({"ep": 4}), two)
+    _check_spans(tm.Layout.make({"ep": 8}), two)
+    _check_spans(None, Processes())
