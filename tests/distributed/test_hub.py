@@ -5,7 +5,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -59,8 +58,8 @@ def hub():
 
 
 @pytest.fixture
-def three(hub) -> Iterator[list[Peer]]:
-    yield together(hub(3))
+def three(hub) -> list[Peer]:
+    return together(hub(3))
 
 
 def together(peer, count: int = 3) -> list[Peer]:
@@ -150,7 +149,8 @@ def test_who_does_not_come(hub) -> None:
 def test_out_of_step(three) -> None:
     for i, at in enumerate(("update 3", "update 3", "end")):
         three[i].say(at=at, value=None)
-    assert three[1].told()["end"].startswith("the processes are out of step: process 0 (host h0) is at update 3; process 1")
+    said = "the processes are out of step: process 0 (host h0) is at update 3; process 1 (host h1) is at update 3; "
+    assert three[1].told()["end"].startswith(said)
 
 
 @pytest.mark.parametrize(

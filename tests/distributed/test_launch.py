@@ -83,7 +83,8 @@ def test_kubernetes(monkeypatch) -> None:
 
 def test_local(tmp_path: Path) -> None:
     """As many as are asked for, each with its number and one address; the first code that is not 0 is the end's."""
-    script = 'echo "$TRILLION_MOE_PROCESS $TRILLION_MOE_PROCESSES $TRILLION_MOE_COORDINATOR $*"; exit "$TRILLION_MOE_PROCESS"'
+    shown = "$TRILLION_MOE_PROCESS $TRILLION_MOE_PROCESSES $TRILLION_MOE_COORDINATOR $*"
+    script = f'echo "{shown}"; exit "$TRILLION_MOE_PROCESS"'
     ended = subprocess.run([LAUNCH / "local.sh", "3", "bash", "-c", script, "x", "a b"], capture_output=True, text=True)
     assert ended.returncode == 1
     lines = sorted(line.split(maxsplit=3) for line in ended.stdout.splitlines())

@@ -75,6 +75,7 @@ def _sample(leaf: Any, shape: tuple[int, ...], repeat: int | None) -> np.ndarray
 
 def host(array: Any, index: tuple[Any, ...]) -> np.ndarray:
     """A part of an array in numpy, which stays where it is: a view of this host's memory, or sliced before it moves."""
-    if isinstance(array, np.ndarray) or (array.is_fully_addressable and {d.platform for d in array.devices()} == {"cpu"}):
-        return np.asarray(array)[index]
-    return whole(array[index])
+    if isinstance(array, np.ndarray):
+        return array[index]
+    here = array.is_fully_addressable and {d.platform for d in array.devices()} == {"cpu"}
+    return np.asarray(array)[index] if here else whole(array[index])

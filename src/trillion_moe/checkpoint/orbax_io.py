@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from trillion_moe.checkpoint.atomic import new_folder, write_text
 from trillion_moe.checkpoint.errors import CheckpointError

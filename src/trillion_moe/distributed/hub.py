@@ -33,7 +33,7 @@ class Timing:
     """Seconds. silence: after which a process from which nothing comes counts as stopped. join: for all to come.
     wait: for all to reach one point. say: from which on, and how often, it is said who is waited for."""
 
-    silence: float = 30.0
+    silence: float = 60.0
     join: float = 300.0
     wait: float = 3600.0
     say: float = 20.0

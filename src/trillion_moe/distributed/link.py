@@ -1,4 +1,4 @@
-"""A process's connection to the hub: it comes, waits for the others, hears what ends them all, and says what ends it."""
+"""A process's connection to the hub: it comes, waits for the others, hears what ends all, and says what ends it."""
 
 import os
 import select
@@ -130,14 +130,16 @@ def _listen(place: Place) -> socket.socket:
 
 
 def _reach(place: Place, timing: Timing) -> socket.socket:
+    """A connection to the hub, which may not be there yet. Process 0 need not know its own name."""
+    where = "127.0.0.1" if place.index == 0 else place.host, place.port - 1
     until = time.monotonic() + timing.join
     while True:
         try:
-            connection = socket.create_connection((place.host, place.port - 1), timeout=TOLD)
+            connection = socket.create_connection(where, timeout=TOLD)
         except OSError as error:
             if time.monotonic() > until:
-                where = f"{place.host}:{place.port - 1}"
-                raise ProcessesError(f"process 0 is missing: {where} not reached in {timing.join:g} s: {error}") from None
+                text = f"process 0 is missing: {where[0]}:{where[1]} not reached in {timing.join:g} s: {error}"
+                raise ProcessesError(text) from None
             time.sleep(RETRY)
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

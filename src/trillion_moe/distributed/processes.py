@@ -17,6 +17,7 @@ from trillion_moe.distributed.link import Link, leave_at_once
 VERDICT, SOON = 10.0, 1.0  # seconds for the hub to find that another process is to blame; where that is not likely
 SHUTDOWN = 10  # seconds that JAX waits at the end for processes that have all said they are there
 INTERRUPTED = 130
+ALONE, USUAL = Place(), Timing()
 
 
 class Processes:
@@ -25,7 +26,7 @@ class Processes:
     index: of this one, from 0. count: how many there are. hosts: their names.
     """
 
-    def __init__(self, place: Place = Place(), link: Link | None = None, *, known: tuple[type[BaseException], ...] = ()):  # noqa: B008
+    def __init__(self, place: Place = ALONE, link: Link | None = None, *, known: tuple[type[BaseException], ...] = ()):
         self.index, self.count = place.index, place.count
         self.hosts = () if link is None else link.hosts
         self._link, self._known = link, known
@@ -97,7 +98,7 @@ def join(
     given: Mapping[str, str | None] = {},
     *,
     known: tuple[type[BaseException], ...] = (),
-    timing: Timing = Timing(),  # noqa: B008
+    timing: Timing = USUAL,
 ) -> Processes:
     """Come together with the other processes of this job, before JAX has looked for devices; alone if there are none.
 
@@ -124,7 +125,7 @@ def join(
     return Processes(place, link, known=known)
 
 
-def report(given: Mapping[str, str | None], text: str, timing: Timing = Timing()) -> None:  # noqa: B008
+def report(given: Mapping[str, str | None], text: str, timing: Timing = USUAL) -> None:
     """End the other processes with what keeps this one from joining them. Nothing where there are none."""
     place = find(given)
     if place.count > 1:

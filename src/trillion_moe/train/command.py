@@ -119,16 +119,16 @@ def _check_spans(layout: Layout | None, processes: Processes) -> None:
     size = 1 if layout is None else layout.mesh.size
     if processes.count > 1 and size != jax.device_count():
         raise LayoutError(
-            f"the mesh has {size} device(s), the {processes.count} processes have {jax.device_count()}: legal is a mesh "
-            "over all of them (mesh=NAME, or sizes of mesh axes)"
+            f"the mesh has {size} device(s), the {processes.count} processes have {jax.device_count()}: legal is a "
+            "mesh over all of them (mesh=NAME, or sizes of mesh axes)"
         )
 
 
 def _check_shared(output: Path, processes: Processes) -> None:
     """CheckpointError where a process does not see what the first one writes into the output."""
-    mark = output / f".seen-{processes.gather('mark of the output', os.getpid())[0]}"
     if processes.count == 1:
         return
+    mark = output / f".seen-{processes.gather('mark of the output', os.getpid())[0]}"
     if processes.first:
         mark.touch()
     processes.wait("output")
