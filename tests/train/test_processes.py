@@ -325,7 +325,30 @@ def test_one_that_is_given_something_else(job, written, config, tmp_path, victim
         assert f"process {1 - victim} ends: process {victim}" in run.said(1 - victim)
 
 
-# --- checked before anything is started -------------------------------------------------------------------------------
+# --- in one process ---------------------------------------------------------------------------------------------------
+
+
+class Recorded(Processes):
+    """The first of two processes of which the other agrees with everything: the points at which it waited."""
+
+    def __init__(self):
+        super().__init__(Place(0, 2, "a:9"))
+        self.points: list[str] = []
+
+    def gather(self, what, value=None):
+        self.points.append(what)
+        return {0: value}
+
+
+def test_all_have_compiled_before_one_runs(trainer, config, rows) -> None:
+    """fault 42: gradients of two lengths, their sum, the update, and the evaluation, each once."""
+    given = [*rows(3), {"prompt": "a" * 70 + "=", "completion": "b"}]
+    with Recorded() as processes:
+        run = config(train={"epochs": 3, "eval_every": 1, "save_every": 0})
+        trainer(run, given, held_out=rows(2, first=10)).run(quiet=True)
+    assert processes.points[:4] == ["compile"] * 4
+    assert processes.points.count("compile") == 5
+    assert [point for point in processes.points if point.startswith("update")] == [f"update {i}" for i in (1, 2, 3)]
 
 
 def test_a_mesh_that_leaves_out_processes() -> None:
