@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 import jax
 
@@ -23,6 +23,7 @@ from trillion_moe.data.chat import ChatError
 from trillion_moe.data.image_files import ImageError
 from trillion_moe.data.rows import DataError
 from trillion_moe.data.tokenizer import TokenizerError
+from trillion_moe.distributed import ProcessesError, join, report
 from trillion_moe.generate import command
 from trillion_moe.ops import using
 from trillion_moe.plan import command as plan_command
@@ -42,13 +43,14 @@ from trillion_moe.weights import parameters
 ERRORS = (
     *(api.ConfigError, api.CheckpointError, api.InputError, ChatError, DataError, ImageError),
     *(RunConfigError, TokenizerError, api.VerifyError, api.LayoutError, AotError, ProfileError, OutputError),
+    ProcessesError,
     *(OSError, EOFError, UnicodeError, FloatingPointError),
 )
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE has ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = _parsed(argv)
     try:
         code = _run(args)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
@@ -82,8 +84,34 @@ def _give_up_output() -> None:
     os.close(nowhere)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(self, message)
+
+
+class _UsageError(Exception):
+    """Flags that a parser does not take, which `main` says."""
+
+    def __init__(self, parser: argparse.ArgumentParser, message: str):
+        self.parser, self.message = parser, message
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Of several processes, one that is given wrong flags tells the others, which would wait for it to join them."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _parser().parse_args(argv)
+    except _UsageError as usage:
+        if [*argv[:1]] == ["train"]:
+            flags = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+            train_command.add_place_flags(flags)
+            with contextlib.suppress(ProcessesError, argparse.ArgumentError):  # then there is nobody to tell
+                report(train_command.place_flags(flags.parse_known_args(argv)[0]), usage.message)
+        argparse.ArgumentParser.error(usage.parser, usage.message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trillion-moe", description="Kimi K3 and its relatives in JAX.")
+    parser = _Parser(prog="trillion-moe", description="Kimi K3 and its relatives in JAX.")
     parser.add_argument("--version", action="version", version=f"trillion-moe {__version__}, jax {jax.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     inspect = verbs.add_parser("inspect", help="load a checkpoint, check all of it, print what it holds")
@@ -193,6 +221,11 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    with join(train_command.place_flags(args), known=ERRORS):
+        return _trained(args)
+
+
+def _trained(args: argparse.Namespace) -> int:
     if args.operators is None:
         return train_command.run(args, api.load)
     run = train_command.configuration(args)

@@ -53,6 +53,18 @@ def test_a_batch_that_no_mesh_can_cut(trainer, adapted, config) -> None:
         trainer(config(), model=over(adapted, {"fsdp": 4}))
 
 
+def test_evaluation_is_checked_before_the_first_update(trainer, adapted, config, rows, monkeypatch) -> None:
+    """fault 125: batches of held-out rows, which are longer here, with those of training."""
+    checked = []
+    monkeypatch.setattr(
+        "trillion_moe.train.trainer.check_batch", lambda layout, rows, tokens, least: checked.append((rows, tokens))
+    )
+    long = [{"prompt": "a" * 90 + "=", "completion": "b"}]
+    started = trainer(config(train={"batch_size": 4}), held_out=long, model=over(adapted, {"fsdp": 4}))
+    assert started.step == 0
+    assert {*checked} == {(4, 64), (4, 128)}
+
+
 def test_a_run_says_what_its_capacity_drops(trainer, adapted, config, rows) -> None:
     layout = tm.Layout.make({"ep": 2}, transport="all_to_all", capacity=0.02)  # of 64 tokens
     run = config(train={"steps": 1, "eval_every": 1})

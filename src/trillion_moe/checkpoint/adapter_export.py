@@ -37,6 +37,7 @@ from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.fingerprint import fingerprint, host
 from trillion_moe.checkpoint.names import Form, tree_leaves
 from trillion_moe.checkpoint.safetensors_io import STORED, Planned, write_file
+from trillion_moe.distributed import whole
 from trillion_moe.weights import LoRA
 
 Naming = Literal["peft", "release"]
@@ -83,7 +84,7 @@ def _unexportable(model: Any, leaves: Mapping[str, Any]) -> Iterator[str]:
     for path, array in [(f"{p}.{name}", getattr(leaf, name)) for p, leaf in adapters.items() for name in ("a", "b")]:
         if str(array.dtype) not in legal:
             yield f"{path} is {array.dtype}: legal is {' or '.join(legal)}"
-        elif not np.isfinite(np.asarray(array)).all():
+        elif not np.isfinite(whole(array)).all():
             yield f"{path} holds values that are not finite"
 
 

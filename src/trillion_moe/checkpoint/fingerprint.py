@@ -17,6 +17,7 @@ from trillion_moe.blueprint import layer_numbers
 from trillion_moe.checkpoint.load import decode
 from trillion_moe.checkpoint.names import tree_leaves
 from trillion_moe.config import ModelConfig
+from trillion_moe.distributed import whole
 from trillion_moe.weights import MXFP4, MXFP4_GROUP, matrix_shape
 
 SAMPLES = 64  # values looked at of a tensor in one layer, spread over all its dims; few enough for a trillion
@@ -74,5 +75,7 @@ def _sample(leaf: Any, shape: tuple[int, ...], repeat: int | None) -> np.ndarray
 
 def host(array: Any, index: tuple[Any, ...]) -> np.ndarray:
     """A part of an array in numpy, which stays where it is: a view of this host's memory, or sliced before it moves."""
-    here = isinstance(array, np.ndarray) or {d.platform for d in array.devices()} == {"cpu"}
-    return np.asarray(array)[index] if here else np.asarray(array[index])
+    if isinstance(array, np.ndarray):
+        return array[index]
+    here = array.is_fully_addressable and {d.platform for d in array.devices()} == {"cpu"}
+    return np.asarray(array)[index] if here else whole(array[index])

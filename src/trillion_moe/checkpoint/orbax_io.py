@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from trillion_moe.blueprint import layer_numbers
 from trillion_moe.checkpoint.atomic import new_folder, write_text
@@ -25,6 +24,7 @@ from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.names import tree_leaves
 from trillion_moe.checkpoint.save import copy_files
 from trillion_moe.config import ModelConfig
+from trillion_moe.distributed import whole
 from trillion_moe.sharding import Layout, cut_for, shardings
 from trillion_moe.weights import MXFP4, LoRA, PackedLayout, matrix_shape
 
@@ -174,7 +174,7 @@ def _restore(folder: Path, target: dict[str, jax.ShapeDtypeStruct], sums: dict[s
 
 def checksum(array: jax.Array) -> int:
     """CRC-32 of an array's bytes: the store itself does not notice values that changed on disk."""
-    return zlib.crc32(np.asarray(array).tobytes())
+    return zlib.crc32(whole(array).tobytes())
 
 
 # --- model.json ------------------------------------------------------------------------------------------------------

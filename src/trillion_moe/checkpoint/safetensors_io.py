@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from trillion_moe.config_json import distinct
+from trillion_moe.distributed import current
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
@@ -207,8 +208,15 @@ class Planned(NamedTuple):
 
 
 def write_file(path: Path, tensors: Mapping[str, Planned], metadata: Mapping[str, str]) -> None:
-    """Write a new file in the library's order (wide dtypes first, then by name), one tensor in memory, and sync it."""
+    """Write a new file in the library's order (wide dtypes first, then by name), one tensor in memory, and sync it.
+
+    Of several processes the first one writes; all fetch every tensor, which may lie over all of them.
+    """
     order = sorted(tensors, key=lambda name: (-RANK[tensors[name].dtype], name))
+    if not current().first:
+        for name in order:
+            tensors[name].fetch()
+        return
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin = 0
     for name in order:

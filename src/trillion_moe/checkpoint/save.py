@@ -17,6 +17,7 @@ from trillion_moe.checkpoint.names import Slot, slots, to_stored, tree_leaves
 from trillion_moe.checkpoint.safetensors_io import NUMPY, STORED, Planned, write_file
 from trillion_moe.checkpoint.shards import INDEX, SINGLE
 from trillion_moe.config import ModelConfig
+from trillion_moe.distributed import current, whole
 from trillion_moe.weights import MXFP4, LoRA
 
 
@@ -97,7 +98,7 @@ def _fetch(array: Any, slot: Slot, expert: int, turned: bool) -> np.ndarray:
     """One tensor on the host. Arrays in this host's memory are viewed, others are sliced where they are."""
     index = slot.index(expert)
     here = isinstance(array, np.ndarray) or [d.platform for d in array.devices()] == ["cpu"]
-    held = np.asarray(array)[index] if here else np.asarray(array[index])
+    held = np.asarray(array)[index] if here else whole(array[index])
     stored = held.T if turned else to_stored(slot, held)
     return stored if slot.narrow is None else stored.astype(NUMPY[STORED[slot.narrow]])
 
@@ -131,5 +132,6 @@ def files_beside(folder: str | Path) -> list[Path]:
 
 
 def copy_files(files: Iterable[Path], folder: Path) -> None:
-    for file in files:
+    """Of several processes the first one copies."""
+    for file in files if current().first else ():
         shutil.copyfile(file, folder / file.name)

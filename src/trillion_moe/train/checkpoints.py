@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from trillion_moe.checkpoint.atomic import new_folder, write_text
 from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.distributed import current, whole
 
 FOLDER, ARRAYS, STATE = "checkpoints", "arrays", "state.json"
 SUMS = "crc32"  # in the state: of the bytes of every array, which Orbax does not check
@@ -37,10 +37,13 @@ class Saved:
 
 
 def save(output: Path, arrays: Any, state: Mapping[str, Any], *, keep: int, best: int | None) -> Saved:
-    """Write the checkpoint of ``state["step"]``, then remove all but the last `keep` and the one of step `best`."""
+    """Write the checkpoint of ``state["step"]``, then remove all but the last `keep` and the one of step `best`. All
+    processes of a run call this; arrays lie over them, each writes its part."""
     import orbax.checkpoint as ocp
 
-    _remove_unfinished(output)
+    processes = current()
+    if processes.first:
+        _remove_unfinished(output)
     by_path = _by_path(arrays)
     state = {**state, SUMS: _checksums(by_path)}
     folder = output / FOLDER / f"{state['step']:08d}"
@@ -50,10 +53,12 @@ def save(output: Path, arrays: Any, state: Mapping[str, Any], *, keep: int, best
         write_text(temporary / STATE, json.dumps(state, indent=1) + "\n")
     saved = Saved(folder, state)
     restore(saved, arrays)
-    for old in found(output)[:-keep]:
+    processes.wait("checkpoint read back")
+    for old in found(output)[:-keep] if processes.first else ():
         if old.step != best:
             (old.folder / STATE).unlink()  # first, so that what a kill leaves of the folder is no checkpoint
             shutil.rmtree(old.folder)
+    processes.wait("old checkpoints removed")
     return saved
 
 
@@ -106,4 +111,4 @@ def _by_path(tree: Any) -> dict[str, jax.Array]:
 
 
 def _checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    return {path: zlib.crc32(np.asarray(array).tobytes()) for path, array in arrays.items()}
+    return {path: zlib.crc32(whole(array).tobytes()) for path, array in arrays.items()}

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,18 +21,20 @@ from trillion_moe.data.examples import Examples
 from trillion_moe.data.processor import Processor, load_processor
 from trillion_moe.data.report import decode_marked, statistics
 from trillion_moe.data.rows import DataError, read_rows
+from trillion_moe.distributed import NAMES, Processes, current
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Model
 from trillion_moe.programs import blueprint
 from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
-from trillion_moe.sharding import shardings
+from trillion_moe.sharding import Layout, LayoutError, shardings
 from trillion_moe.train.report import picture
-from trillion_moe.train.trainer import Trainer, check_rows, count_updates, rows_of_a_pass
+from trillion_moe.train.trainer import Trainer, check_rows, comparable, count_updates, rows_of_a_pass
 from trillion_moe.transforms import add_lora, count_by_group, partition
 from trillion_moe.transforms.targets import places
 
 SHOWN = 2  # examples that a dry run prints
 ADAPTER, MODEL = "adapter", "model"
+SEEN = 10  # seconds that a shared disk may take to show one host what another has written
 SIGNALLED = 128  # and the signal's number: what a shell reports of a program that it has ended
 
 
@@ -43,6 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD.FIELD=VALUE", help="may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="check all of it, print what would be done, and end")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_place_flags(parser)
+
+
+def add_place_flags(parser: argparse.ArgumentParser) -> None:
+    given = "each is started with the same flags; SLURM, a TPU pod or TRILLION_MOE_* in the environment say which it is"
+    processes = parser.add_argument_group("several processes", given)
+    processes.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
+    processes.add_argument("--processes", metavar="N", help="how many there are; 1: alone, whatever else is set")
+    processes.add_argument("--process", metavar="I", help="which one this is, from 0")
+
+
+def place_flags(args: argparse.Namespace) -> dict[str, str | None]:
+    """What the flags say of this process among others, as `distributed.join` takes it."""
+    return {name: getattr(args, name) for name in NAMES}
 
 
 def configuration(args: argparse.Namespace) -> RunConfig:
@@ -55,8 +72,10 @@ def configuration(args: argparse.Namespace) -> RunConfig:
 
 
 def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
-    """-> 0; 143 or 130 after SIGTERM or SIGINT, with a checkpoint to go on from. load: `api.load`."""
-    config = configuration(args)
+    """-> 0; 143 or 130 after SIGTERM or SIGINT, with a checkpoint to go on from. load: `api.load`. Of several processes
+    (`distributed.current`) all call this; the first one writes what is no array, and prints."""
+    config, processes = configuration(args), current()
+    processes.same("configuration", comparable(config) | {"output": config.output, "mesh": config.mesh})
     output = Path(config.output)
     done = output / (MODEL if config.lora is None else ADAPTER)
     if done.exists():
@@ -66,18 +85,24 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     layout = None if config.mesh is None else layout_of(config.mesh)
     if layout is not None:
         shardings(blueprint(cfg, config, jax.default_backend(), layout), layout)  # whether it can be cut
+    _check_spans(layout, processes)
     processor = load_processor(config.model, cfg)
     train, held_out = _examples(config, cfg, processor)
-    print(statistics(train), file=sys.stderr)
+    processes.same("data", {"data": train.digest, "held out": held_out.digest if held_out else None})
+    if processes.first:
+        print(statistics(train), file=sys.stderr)
     check_rows(config, cfg, layout, (train, held_out))
     model = _adapted(load(config.model, dtype=config.dtype, mesh=layout), config)
     if args.dry_run:
-        _describe(model, config, train, processor)
+        if processes.first:
+            _describe(model, config, train, processor)
         return 0
     output.mkdir(parents=True, exist_ok=True)
+    _check_shared(output, processes)
     trainer = Trainer(model, config, train, held_out)
-    (output / "config.json").write_text(to_json(config), encoding="utf-8")
-    if trainer.step:
+    if processes.first:
+        (output / "config.json").write_text(to_json(config), encoding="utf-8")
+    if trainer.step and processes.first:
         print(f"goes on behind update {trainer.step} of {trainer.total}", file=sys.stderr)
     result = trainer.run(quiet=args.quiet)
     if result.signal is not None:
@@ -86,9 +111,38 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
         save_folder(done, result.model, beside=files_beside(config.model))
     else:
         export_adapter(done, result.model)
-    picture(output)
-    print(done)
+    if processes.first:
+        picture(output)
+        print(done)
     return 0
+
+
+def _check_spans(layout: Layout | None, processes: Processes) -> None:
+    """LayoutError for a mesh that leaves out devices of several processes: one of them would have nothing to do."""
+    size = 1 if layout is None else layout.mesh.size
+    if processes.count > 1 and size != jax.device_count():
+        raise LayoutError(
+            f"the mesh has {size} device(s), the {processes.count} processes have {jax.device_count()}: legal is a "
+            "mesh over all of them (mesh=NAME, or sizes of mesh axes)"
+        )
+
+
+def _check_shared(output: Path, processes: Processes) -> None:
+    """CheckpointError where a process does not see what the first one writes into the output."""
+    if processes.count == 1:
+        return
+    mark = output / f".seen-{processes.gather('mark of the output', os.getpid())[0]}"
+    if processes.first:
+        mark.touch()
+    processes.wait("output")
+    until = time.monotonic() + SEEN
+    while not (seen := mark.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    found = processes.gather("sight of the output", seen)
+    if processes.first:
+        mark.unlink()
+    if blind := [f"process {i} (host {processes.hosts[i]})" for i in sorted(found) if i]:
+        raise CheckpointError(output, [f"{who} does not see what process 0 writes here: share a disk" for who in blind])
 
 
 def _check_writable(output: Path) -> None:

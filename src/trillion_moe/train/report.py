@@ -63,6 +63,16 @@ class Report:
         self._file.close()
 
 
+class NoReport:
+    """Of a process that leaves reporting to the first one."""
+
+    def line(self, kind: str, step: int, values: Mapping[str, Any], expert_counts: Any = None) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def expert_load(counts: Any) -> float:
     """What the busiest expert of any layer is given, in equal shares: 1 = all alike, E = one is given everything."""
     counts = np.asarray(counts)

@@ -16,6 +16,7 @@ from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.config import ModelConfig
 from trillion_moe.data.examples import Examples
 from trillion_moe.data.loader import Batch, Batches, Loader
+from trillion_moe.distributed import current, whole
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Model, bucket, least_tokens, loss_sum
 from trillion_moe.optimizer import check_eps, make_optimizer, schedule
@@ -26,7 +27,7 @@ from trillion_moe.programs import update as _update
 from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, put
 from trillion_moe.train import checkpoints
-from trillion_moe.train.report import Report
+from trillion_moe.train.report import NoReport, Report
 from trillion_moe.transforms import combine, partition
 
 
@@ -59,6 +60,7 @@ class Trainer:
     def __init__(self, model: Model, config: RunConfig, train: Examples, held_out: Examples | None):
         t = config.train
         self.layout = model.layout
+        self.processes = current()
         self.config, self.output = config, Path(config.output)
         check_rows(config, model.config, self.layout, (train, held_out))
         self.trainable, self.frozen = partition(model, trainable="all" if config.lora is None else "lora")
@@ -77,19 +79,25 @@ class Trainer:
         self.saved_step: int | None = None
         self.dropped_rows = len(train.dropped)
         self._signal: int | None = None
+        self._compiled: set[Any] = set()
         self._resume()
 
     def run(self, *, quiet: bool = False) -> Result:
-        """Raises NotFiniteError. SIGTERM and SIGINT save a checkpoint behind the update at hand and end the run."""
-        report = Report(self.output, start=self.step, total=self.total, dropped=self.dropped_rows, quiet=quiet)
+        """Raises NotFiniteError. SIGTERM and SIGINT save a checkpoint behind the update at hand and end the run; of
+        several processes, all of them wherever one is sent it."""
+        report = (
+            Report(self.output, start=self.step, total=self.total, dropped=self.dropped_rows, quiet=quiet)
+            if self.processes.first
+            else NoReport()
+        )
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             while self.step < self.total and not self._is_stale():
                 self._one(report)
-                if self._signal is not None:
+                if (number := self._signalled()) is not None:
                     self.save()
-                    report.say(f"signal {self._signal}: checkpoint of update {self.step} saved; start again to go on")
-                    return Result(combine(self.trainable, self.frozen), self.step, self._signal)
+                    report.say(f"signal {number}: checkpoint of update {self.step} saved; start again to go on")
+                    return Result(combine(self.trainable, self.frozen), self.step, number)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -98,11 +106,12 @@ class Trainer:
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
-    def _one(self, report: Report) -> None:
+    def _one(self, report: Report | NoReport) -> None:
         """An update, then evaluation and checkpoint where they are due."""
         began, t, last = time.perf_counter(), self.config.train, self.step + 1 == self.total
         grads, sums, passes = self._window()
-        self.trainable, self.opt_state, metrics = _update(self.optimizer, self.trainable, self.opt_state, grads, sums)
+        updated = self._run(_update, self.optimizer, self.trainable, self.opt_state, grads, sums)
+        self.trainable, self.opt_state, metrics = updated
         found = {name: float(metrics[name]) for name in ("loss", "accuracy", "grad_norm")}
         if not np.isfinite([found["loss"], found["grad_norm"]]).all():
             raise NotFiniteError(
@@ -114,7 +123,8 @@ class Trainer:
         seconds = time.perf_counter() - began
         found |= {"lr": float(np.asarray(self.lr(self.step - 1))), "tokens": count, "tokens_per_s": count / seconds}
         found |= self._dropped(metrics)
-        report.line("train", self.step, found, metrics.get("expert_counts"))
+        counts = metrics.get("expert_counts")
+        report.line("train", self.step, found, None if counts is None else whole(counts))
         if self.held_out is not None and (last or _due(self.step, t.eval_every)):
             report.line("eval", self.step, self._evaluated())
         if last or _due(self.step, t.save_every) or self.best_step == self.step or self._is_stale():
@@ -131,13 +141,24 @@ class Trainer:
             if batch is None:
                 break
             key = jax.random.fold_in(jax.random.key(self.config.seed), number)
-            t = self.config.train
-            new = _gradients(
-                self.trainable, self.frozen, on_devices(batch, self.layout), key, remat=t.remat, dropout=t.dropout
-            )
+            t, given = self.config.train, on_devices(batch, self.layout)
+            static = {"remat": t.remat, "dropout": t.dropout}
+            new = self._run(_gradients, self.trainable, self.frozen, given, key, shaped=given, **static)
             passes.append((_lines(batch), new[1]["loss"]))
-            grads, sums = new if grads is None else _add(grads, sums, new)
+            grads, sums = new if grads is None else self._run(_add, grads, sums, new)
         return grads, sums, passes
+
+    def _run(self, f: Any, *args: Any, shaped: Any = None, **static: Any) -> Any:
+        """f of these. Where it is new for a batch of this shape all processes compile it before one runs it: who runs
+        first would wait for the others inside of it, where nobody can say for whom."""
+        if self.processes.count > 1:
+            leaves, treedef = jax.tree.flatten(shaped)
+            program = f, treedef, tuple(leaf.shape for leaf in leaves)
+            if program not in self._compiled:
+                f.lower(*args, **static).compile()
+                self.processes.wait("compile")
+                self._compiled.add(program)
+        return f(*args, **static)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +167,8 @@ class Trainer:
         assert self.held_out is not None
         passes, sums = [], []
         for batch in self.held_out:
-            sums.append(_evaluation(self.trainable, self.frozen, on_devices(batch, self.layout)))
+            given = on_devices(batch, self.layout)
+            sums.append(self._run(_evaluation, self.trainable, self.frozen, given, shaped=given))
             passes.append((_lines(batch), sums[-1][0]))
         total, tokens, correct, dropped = (float(sum(x)) for x in zip(*sums, strict=True))
         loss = total / tokens
@@ -211,6 +233,11 @@ class Trainer:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._signal = number
+
+    def _signalled(self) -> int | None:
+        """The signal that this process or another one was sent: all hear of it behind the same update."""
+        found = self.processes.gather(f"update {self.step}", self._signal)
+        return next((found[i] for i in sorted(found) if found[i] is not None), None)
 
 
 def comparable(config: RunConfig) -> dict[str, Any]:

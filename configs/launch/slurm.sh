@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# One process for each GPU of some nodes; JAX finds its number, its GPU and process 0 from what srun sets. Give what
+# `trillion-moe train` takes, on a disk that all nodes share:
+#
+#     sbatch --nodes 2 configs/launch/slurm.sh --config kimi_k3_lora --set mesh=h200x16 --model K3 --data rows.jsonl \
+#         --output /shared/run
+#
+# A run that is preempted or loses a node ends on all nodes and goes on from its last checkpoint when it is requeued.
+#SBATCH --job-name=trillion-moe
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@300
+set -euo pipefail
+
+# --kill-on-bad-exit: what our own processes do not end, srun does.
+srun --kill-on-bad-exit=1 --wait=60 trillion-moe train "$@"
