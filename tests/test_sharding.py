@@ -194,7 +194,7 @@ def test_options_that_are_not_legal(options: dict, says: str) -> None:
 def test_batches_that_cannot_be_cut() -> None:
     tokens = np.ones((4, 12), np.int32)
     model = filled(tiny_k3(**TWO, **HEADS))
-    with pytest.raises(LayoutError, match=r"4 rows cannot be cut over dp 8 x fsdp 1 x ep 1: legal are multiples of 8"):
+    with pytest.raises(LayoutError, match=r"4 rows cannot be cut over dp 8: legal are multiples of 8"):
         tm.loss(place(model, Layout.make({"dp": 8})), {"tokens": tokens})
     with pytest.raises(LayoutError, match=r"12 tokens a row cannot be cut over cp 8: legal are multiples of 8"):
         tm.loss(place(model, Layout.make({"cp": 8})), {"tokens": tokens})

@@ -351,7 +351,7 @@ def check_batch(layout: Layout | None, rows: int, tokens: int, *, least: int = 1
     for what, size, name in (("rows", rows, "batch"), ("tokens a row", tokens, "time")):
         parts = layout.size(*layout.over(name))
         if size % parts:
-            axes = " x ".join(f"{axis} {layout.size(axis)}" for axis in layout.over(name))
+            axes = " x ".join(f"{axis} {layout.size(axis)}" for axis in layout.over(name) if layout.size(axis) > 1)
             raise LayoutError(f"{size} {what} cannot be cut over {axes}: legal are multiples of {parts}")
     micro = layout.microbatches or layout.size("pp")
     least_rows, least_tokens = micro * layout.size(*BATCH), layout.size("pp", "cp")

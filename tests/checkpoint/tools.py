@@ -145,7 +145,7 @@ def blueprint_of(
 
 def build(cfg, dtype, segments):
     """The blueprint that `load_orbax` asks for."""
-    kinds = tuple(Segment(tuple(LayerSpec(*kind) for kind in layers), repeats) for layers, repeats in segments)
+    kinds = tuple(Segment(tuple(LayerSpec(*kind) for kind in s.layers), s.repeats) for s in segments)
     return Model(cfg, dtype=dtype, plan=kinds)
 
 

@@ -175,7 +175,7 @@ def test_flags_that_are_not_legal(flags: list[str], says: str, capsys) -> None:
         (["lora=null", "train.dropout=0"], "lora is null, but the experts of"),
         (
             ["train.batch_size=3", 'mesh={"dp": 2}'],
-            "3 rows cannot be cut over dp 2 x fsdp 1 x ep 1: legal are multiples",
+            "3 rows cannot be cut over dp 2: legal are multiples",
         ),
         (['mesh={"tp": 8}'], "has 4 along 'heads', not a multiple of 8 (tp); legal are 1, 2, 4"),
         (['lora.targets=["kda"]'], "lora, on"),

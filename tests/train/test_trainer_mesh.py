@@ -10,6 +10,8 @@ import pytest
 from tests.train.test_trainer import arrays, at, lines, stop
 
 import trillion_moe as tm
+from trillion_moe.blueprint import init
+from trillion_moe.model import Model
 from trillion_moe.sharding import shardings
 
 RUN = {"train": {"steps": 4, "eval_every": 2, "save_every": 2}, "seed": 3}
@@ -48,8 +50,32 @@ def test_a_run_goes_on_over_another_mesh(trainer, adapted, config, rows, tmp_pat
         np.testing.assert_allclose(arrays(result.model)[name], array, rtol=2e-3, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_over_other_stages(trainer, adapted, config, tmp_path, monkeypatch) -> None:
+    """Two updates over pipeline stages, two more without any: layers and moments are stacked otherwise on the way."""
+    deep = {"num_layers": 4, "attention": ("mla",) * 4, "mlp": ("dense", "moe", "moe", "moe")}
+    plain = init(Model(dataclasses.replace(adapted.config, **deep)), jax.random.key(0))
+    model = tm.add_lora(plain, tm.LoRAConfig(rank=4), jax.random.key(1))
+    undropped = RUN | {"train": RUN["train"] | {"dropout": 0.0}}  # what is dropped is drawn by stack
+    one = config(**undropped, output=str(tmp_path / "one"))
+    expected = trainer(one, model=model).run(quiet=True)
+    cut = config(**undropped, output=str(tmp_path / "cut"), mesh={"pp": 2})
+    with monkeypatch.context() as patch:
+        at(2, stop(), patch)
+        trainer(cut, model=over(model, cut.mesh)).run(quiet=True)
+    again = dataclasses.replace(cut, mesh={"ep": 2})
+    trained = trainer(again, model=over(model, again.mesh))
+    assert trained.step == 2
+    result = trained.run(quiet=True)
+    for line, was in zip(lines(cut), lines(one), strict=True):
+        np.testing.assert_allclose(line["loss"], was["loss"], rtol=1e-4)
+    for name, array in arrays(expected.model).items():
+        difference = np.linalg.norm(arrays(result.model)[name] - array)
+        assert difference <= 1e-3 * np.linalg.norm(array), name
+
+
 def test_a_batch_that_no_mesh_can_cut(trainer, adapted, config) -> None:
-    with pytest.raises(tm.LayoutError, match=r"2 rows cannot be cut over dp 1 x fsdp 4 x ep 1: .* multiples of 4"):
+    with pytest.raises(tm.LayoutError, match=r"2 rows cannot be cut over fsdp 4: .* multiples of 4"):
         trainer(config(), model=over(adapted, {"fsdp": 4}))
 
 

@@ -1,7 +1,8 @@
 """Depth as data: which layers run one after the other, which are stacked, which lie on a pipeline's stages."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from trillion_moe.blueprint import layer_numbers
 from trillion_moe.config import ModelConfig
@@ -185,3 +186,20 @@ def _fills(kinds: tuple[LayerSpec, ...], runs: int) -> bool:
 def staged(plan: Plan) -> Segment | None:
     """The segment that lies on the stages of a pipeline, if there is one."""
     return next((segment for segment in plan if segment.numbers), None)
+
+
+# --- in files --------------------------------------------------------------------------------------------------------
+
+
+def to_json(plan: Plan) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(segment) for segment in plan]
+
+
+def from_json(stored: Sequence[Mapping[str, Any]]) -> Plan:
+    """The inverse of `to_json`, of what JSON makes of it."""
+
+    def one(layers, numbers, **rest) -> Segment:
+        rows = None if numbers is None else tuple(map(tuple, numbers))
+        return Segment(tuple(LayerSpec(**layer) for layer in layers), numbers=rows, **rest)
+
+    return tuple(one(**segment) for segment in stored)

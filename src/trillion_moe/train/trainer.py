@@ -17,6 +17,7 @@ from trillion_moe.config import ModelConfig
 from trillion_moe.data.examples import Examples
 from trillion_moe.data.loader import Batch, Batches, Loader
 from trillion_moe.distributed import current, whole
+from trillion_moe.layers.segments import Plan, from_json, to_json
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Model, bucket, least_tokens, loss_sum
 from trillion_moe.optimizer import check_eps, make_optimizer, schedule
@@ -29,6 +30,7 @@ from trillion_moe.sharding import Layout, check_batch, put
 from trillion_moe.train import checkpoints
 from trillion_moe.train.report import NoReport, Report
 from trillion_moe.transforms import combine, partition
+from trillion_moe.transforms.segments import restack
 
 
 class NotFiniteError(FloatingPointError):
@@ -211,6 +213,7 @@ class Trainer:
         names = ("step", "tokens", "best", "best_step", "stale")
         state = {name: getattr(self, name) for name in names} | {"data": self.batches.get_state()}
         state["config"] = comparable(self.config)
+        state["depth"] = to_json(self.trainable.plan)
         arrays = (self.trainable, self.opt_state)
         checkpoints.save(self.output, arrays, state, keep=self.config.train.keep, best=self.best_step)
         self.saved_step = self.step
@@ -225,7 +228,7 @@ class Trainer:
         ):
             was = ", ".join(f"{k} was {latest.state['config'].get(k)!r}, is {ours.get(k)!r}" for k in different)
             raise RunConfigError(f"{self.output} holds a run of another configuration: {was}; choose another output")
-        self.trainable, self.opt_state = checkpoints.restore(latest, (self.trainable, self.opt_state))
+        self.trainable, self.opt_state = _restored(latest, (self.trainable, self.opt_state))
         for name in ("step", "tokens", "best", "best_step", "stale"):
             setattr(self, name, latest.state[name])
         self.batches.set_state(latest.state["data"])
@@ -238,6 +241,22 @@ class Trainer:
         """The signal that this process or another one was sent: all hear of it behind the same update."""
         found = self.processes.gather(f"update {self.step}", self._signal)
         return next((found[i] for i in sorted(found) if found[i] is not None), None)
+
+
+def _restored(saved: checkpoints.Saved, now: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The arrays of a checkpoint where `now` lies, also from other pipeline stages: these stack layers otherwise."""
+    plan, was = now[0].plan, from_json(saved.state["depth"])
+    if was == plan:
+        return checkpoints.restore(saved, now)
+    found = _under(plan, checkpoints.restore(saved, _under(was, now)))
+    return jax.tree.map(lambda x, at: jax.device_put(x, at.sharding), found, now)
+
+
+def _under(plan: Plan, tree: Any) -> Any:
+    """With every model in the tree, of weights or of their moments, under a depth plan."""
+    return jax.tree.map(
+        lambda x: restack(x, plan) if isinstance(x, Model) else x, tree, is_leaf=lambda x: isinstance(x, Model)
+    )
 
 
 def comparable(config: RunConfig) -> dict[str, Any]:
