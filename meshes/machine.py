@@ -76,8 +76,8 @@ class Machine:
     """axes: sizes of the mesh axes that are not 1; their product is the number of devices.
 
     chip: of `chips.KNOWN`. tiers: the fastest first, the last spans all devices. topology: as `aot.devices` takes it,
-    None where there is no compiler to ask. cloud: what a provider calls it. rules, transport, capacity, chunks: as of
-    `sharding.Layout`.
+    None where there is no compiler to ask. cloud: what a provider calls it. rules, transport, capacity, capacities,
+    chunks, wire: as of `sharding.Layout`, whose `node` follows from the tiers.
 
     On a TPU every axis must be a side of the torus or a product of some: JAX lays it so that its neighbours are.
     """
@@ -92,6 +92,8 @@ class Machine:
     transport: str = "replicated"
     capacity: float | None = None
     chunks: int = 1
+    wire: str | None = None
+    capacities: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.chip not in KNOWN:
@@ -117,6 +119,12 @@ class Machine:
         reach = inner * self.axes.get(axis, 1)
         return next(tier for tier in self.tiers if reach <= tier.span and tier.span % reach == 0)
 
+    @property
+    def node(self) -> int:
+        """Neighbours along "ep" that the fastest tier joins."""
+        inner = math.prod(self.axes.get(name, 1) for name in AXES[AXES.index("ep") + 1 :])
+        return math.gcd(self.tiers[0].span // math.gcd(self.tiers[0].span, inner), self.axes.get("ep", 1))
+
     def layout(self, devices: Sequence[Any] | None = None) -> Layout:
         """Over these devices, by default those that JAX sees. Raises LayoutError if they are too few."""
         return Layout.make(
@@ -125,7 +133,10 @@ class Machine:
             rules=self.rules,
             transport=self.transport,
             capacity=self.capacity,
+            capacities=self.capacities,
             chunks=self.chunks,
+            node=self.node if self.transport == "hierarchical" else None,
+            wire=self.wire,
         )
 
 

@@ -41,10 +41,11 @@ NAMED = {
     # What a person runs: steps and anything before it, never each other.
     "run_config": "transforms data",
     "optimizer": "run_config",
-    "train": "steps checkpoint data run_config optimizer meshes",
+    "compiler": "",
+    "train": "steps checkpoint data run_config optimizer meshes compiler",
     "generate": "steps checkpoint data",
     "aot": "meshes",
-    "plan": "steps checkpoint data run_config optimizer aot meshes",
+    "plan": "steps checkpoint data run_config optimizer aot meshes compiler",
     "verify": "steps checkpoint data aot",
     "bench": "steps checkpoint data",
     "meshes": "config sharding",

@@ -341,3 +341,16 @@ def place(model: Any, layout: Layout) -> Any:
 def as_placed(model: Any) -> Any:
     """A model of which some arrays are new, all where its layout has them; as it is without one."""
     return model if model.layout is None else place(model, model.layout)
+
+
+def relaid(tree: Any, layout: Layout) -> Any:
+    """A tree with models in it, each with another layout over the same mesh and rules: no array moves."""
+
+    def one(model: Any) -> Any:
+        if not hasattr(model, "layout"):
+            return model
+        model = jax.tree.map(lambda x: x, model)
+        model.layout = layout
+        return model
+
+    return jax.tree.map(one, tree, is_leaf=lambda node: hasattr(node, "layout"))

@@ -55,31 +55,71 @@ def test_asynchronous_forms() -> None:
     """As XLA writes them for accelerators: groups by formula, operands in front of results."""
     exchange = "(bf16[4,8], bf16[32,8], s32[4], s32[4], s32[4], s32[4], bf16[32,8]) ragged-all-to-all-start(%z)"
     pairs = "source_target_pairs={{0,1},{2,3},{4,5},{6,7}}"
+    sync = '"collective_backend_config":{"is_sync":true}'
     trips = 'backend_config={"known_trip_count":{"n":"7"}}'
     text = f"""
 HloModule planted
 
 %body (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
+  %x = bf16[4,8] parameter(0)
   %ag = (bf16[4,8], bf16[8,8]) all-gather-start(%x), replica_groups=[4,2]<=[8], dimensions={{0}}
   %cp = (bf16[4,8], bf16[4,8], u32[], u32[]) collective-permute-start(%x), {pairs}
+  %f = bf16[4,4] fusion(%x), kind=kOutput, calls=%inner
+  %agd = bf16[8,8] all-gather-done(%ag)
+  %k = bf16[4,4] custom-call(%f), custom_call_target="tpu_custom_call"
+  %cpd = bf16[4,8] collective-permute-done(%cp)
+}}
+
+%inner (p: bf16[4,8]) -> bf16[4,4] {{
+  %p = bf16[4,8] parameter(0)
+  %q = bf16[8,4] transpose(%p), dimensions={{1,0}}
+  ROOT %d = bf16[4,4] dot(%p, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}
 
 ENTRY %main (p: bf16[4,8]) -> bf16[4,8] {{
   %w = (s32[], bf16[4,8]) while(%t), condition=%c, body=%body, {trips}
-  %ar = f32[16] all-reduce-start(%y), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
+  %ar = f32[16] all-reduce-start(%y), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add, backend_config={{{sync}}}
+  %n = f32[16] custom-call(%y), custom_call_target="tpu_custom_call"
+  %ard = f32[16] all-reduce-done(%ar)
   %rs = f32[4] reduce-scatter(%y), replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {{'axis_0'}}, to_apply=%add
   %ag = f32[2] all-gather(%y), replica_groups=mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) {{'b'}}
   %ra = {exchange}, replica_groups={{{{0,2,4,6}},{{1,3,5,7}}}}
+  %rad = bf16[32,8] ragged-all-to-all-done(%ra)
 }}
 """
     layout = Layout.make({"ep": 4, "tp": 2})
     assert collectives(text, layout.mesh) == [
-        Collective("all-gather", "tp", 8, 7 * 128 + 8, 128),
-        Collective("ragged-all-to-all", "ep", 1, 512, 512),
-        Collective("collective-permute", "tp", 7, 7 * 64, 64),
-        Collective("all-reduce", "ep", 1, 64, 64),
+        Collective("all-gather", "tp", 8, 7 * 128 + 8, 128, 7, 7, 7 * 128, 7 * 2 * 4 * 8 * 4),
+        Collective("ragged-all-to-all", "ep", 1, 512, 512, 1, 0, 0, 0),  # nothing is done meanwhile
+        Collective("collective-permute", "tp", 7, 7 * 64, 64, 7, 7, 7 * 64, 7 * 2 * 4 * 8 * 4),
+        Collective("all-reduce", "ep", 1, 64, 64),  # two instructions, but the compiler says that it is waited for
         Collective("reduce-scatter", "ep", 1, 16, 16),
     ]
+
+
+def test_as_tpus_say_it() -> None:
+    """Numbers of their own behind the result, parts of an axis, and how often a loop turns only in its condition."""
+    text = """
+%cond (c: (s32[], u16[8])) -> pred[] {
+  %c = (s32[], u16[8]) parameter(0)
+  %n = s32[]{:T(128)} constant(6), metadata={}
+  %i = s32[] get-tuple-element(%c), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT
+}
+
+%body (b: (s32[], u16[8])) -> (s32[], u16[8]) {
+  %ra = ((u16[8], u16[32], s32[2], s32[2], s32[2], s32[2]), u16[32], u32[], u32[]) ragged-all-to-all-start(%x), GROUPS
+  %rad = u16[32] ragged-all-to-all-done(%ra)
+}
+
+ENTRY %main (p: u16[8]) -> u16[8] {
+  %w = (s32[], u16[8]) while(%t), condition=%cond, body=%body
+}
+""".replace("GROUPS", "replica_groups={{0,2},{1,3}}")
+    mesh = Layout.make({"ep": 4}).mesh
+    assert collectives(text, mesh) == [Collective("ragged-all-to-all", "part of ep", 6, 6 * 64, 64, 6, 0, 0, 0)]
+    with pytest.raises(ValueError, match="nothing awaits %ra = "):
+        collectives(text.replace("ragged-all-to-all-done(%ra)", "copy(%ra)"), mesh)
 
 
 def test_branches_narrow_types_and_what_nobody_calls() -> None:

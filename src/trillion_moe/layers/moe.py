@@ -165,36 +165,52 @@ def _in_chunks(experts: Experts, x: Rows, cfg: ModelConfig, layout: Layout) -> t
         return lax.map(through, x), {"dropped": jnp.zeros((), jnp.int32)}
     local = cfg.moe.num_experts // layout.size("ep")
 
-    def sent(x: Rows) -> tuple[Transport, Rows, dict[str, Any]]:
-        wanted_NP = _wanted(x, local, layout)
-        made = _transport(wanted_NP, cfg, layout)
-        arrived, moved = _arrivals(made, x, local, layout)
-        figures = {"asked": asked(wanted_NP), "traffic": traffic(made, "ep", wanted_NP, moved, row_bytes(x.x))}
-        return made, arrived, {"dropped": _dropped(made.sent_NP, x.ids, local), "exchange": figures}
-
     def worked(arrived: Rows) -> jax.Array:
         return apply_experts(experts, arrived, local, cfg)
-
-    first, here, counts = sent(jax.tree.map(lambda a: a[0], x))
-    if len(x.x) == 1:
-        return combine(first, jax.checkpoint(worked)(here), layout.wire)[None], counts
-
-    @jax.checkpoint
-    def step(carry: Any, after: Rows):
-        (arrived, made), (y_ML, made_before) = carry
-        made_after, coming, counts = sent(after)
-        y_NL = combine(made_before, y_ML, layout.wire)
-        return ((coming, made_after), (worked(arrived), made)), (y_NL, counts)
 
     nothing = Rows(
         jnp.zeros_like(x.x[:1]), jnp.full_like(x.ids[:1], cfg.moe.num_experts), jnp.zeros_like(x.weights[:1])
     )
-    after = jax.tree.map(lambda a, last: jnp.concatenate([a[1:], last]), x, nothing)
-    none = _transport(_wanted(jax.tree.map(lambda a: a[0], nothing), local, layout), cfg, layout)
-    start = (here, first), (jnp.zeros_like(here.x), none)
-    (_, (y_ML, made)), (y_CNL, more) = lax.scan(step, start, after)
-    y_CNL = jnp.concatenate([y_CNL[1:], combine(made, y_ML, layout.wire)[None]])
-    return y_CNL, jax.tree.map(lambda a, a_C: a + jnp.sum(a_C, axis=0, dtype=a.dtype), counts, more)
+    alone = len(x.x) == 1
+    more = x if alone else jax.tree.map(lambda a, none: jnp.concatenate([a, none]), x, nothing)
+    # Of all chunks at once: within the loop, asking how much comes would take the place of sending it.
+    made, counts = _transports(more, local, cfg, layout)
+
+    def of(chunk: int, tree: Any) -> Any:
+        return jax.tree.map(lambda a: a[chunk], tree)
+
+    here = _arrivals(of(0, made), of(0, x), local, layout)
+    if alone:
+        return combine(of(0, made), jax.checkpoint(worked)(here), layout.wire)[None], counts
+
+    @jax.checkpoint
+    def step(carry: Any, after: tuple[Rows, Transport]):
+        (arrived, now), (y_ML, before) = carry
+        rows, soon = after
+        coming = _arrivals(soon, rows, local, layout)
+        y_NL = combine(before, y_ML, layout.wire)
+        return ((coming, soon), (worked(arrived), now)), y_NL
+
+    start = (here, of(0, made)), (jnp.zeros_like(here.x), of(-1, made))
+    (_, (y_ML, last)), y_CNL = lax.scan(step, start, jax.tree.map(lambda a: a[1:], (more, made)))
+    return jnp.concatenate([y_CNL[1:], combine(last, y_ML, layout.wire)[None]]), counts
+
+
+def _transports(x: Rows, local: int, cfg: ModelConfig, layout: Layout) -> tuple[Transport, dict[str, Any]]:
+    """Of chunks of rows ``[C, N, ...]``, and of all of them what is dropped and how it travels from here."""
+    most = min(layout.size("ep"), cfg.moe.top_k)
+    route = Route("ep", most, layout.capacity, layout.node, twin=layout.platform == "cpu")
+
+    def make(x: Rows) -> tuple[Transport, dict[str, Any]]:
+        wanted_NP = _wanted(x, local, layout)
+        made = MAKERS[layout.transport](wanted_NP, route)
+        widths = row_bytes(x.x, (x.ids, x.weights), layout.wire), row_bytes(x.x)
+        figures = {"asked": asked(wanted_NP), "traffic": traffic(made, "ep", wanted_NP, *widths)}
+        return made, {"dropped": _dropped(made.sent_NP, x.ids, local), "exchange": figures}
+
+    # To tell nodes what is for whom takes a ragged exchange, of which JAX makes no batch.
+    made, counts = lax.map(make, x)
+    return made, jax.tree.map(lambda a_C: jnp.sum(a_C, axis=0, dtype=a_C.dtype), counts)
 
 
 def _wanted(x: Rows, local: int, layout: Layout) -> jax.Array:
@@ -202,23 +218,12 @@ def _wanted(x: Rows, local: int, layout: Layout) -> jax.Array:
     return jnp.any((x.ids // local)[:, :, None] == jnp.arange(layout.size("ep")), axis=1)  # P for no expert
 
 
-def _transport(wanted_NP: jax.Array, cfg: ModelConfig, layout: Layout) -> Transport:
-    most = min(wanted_NP.shape[1], cfg.moe.top_k)
-    route = Route("ep", most, layout.capacity, layout.node, twin=layout.platform == "cpu")
-    return MAKERS[layout.transport](wanted_NP, route)
-
-
-def _arrivals(made: Transport, x: Rows, local: int, layout: Layout) -> tuple[Rows, int]:
-    """The rows that come to this device, experts counted from its first; what is another's has no expert here.
-
-    Also the bytes of a row on the wire.
-    """
+def _arrivals(made: Transport, x: Rows, local: int, layout: Layout) -> Rows:
+    """The rows that come to this device, experts counted from its first; what is another's has no expert here."""
     # Zeros arrive in empty slots: expert i travels as i + 1.
-    exact = x.ids + 1, x.weights
-    x_ML, (ids_MK, weights_MK) = dispatch(made, x.x, exact, layout.wire)
+    x_ML, (ids_MK, weights_MK) = dispatch(made, x.x, (x.ids + 1, x.weights), layout.wire)
     ids_MK = ids_MK - 1 - lax.axis_index("ep") * local
-    ids_MK = jnp.where((ids_MK >= 0) & (ids_MK < local), ids_MK, local)
-    return Rows(x_ML, ids_MK, weights_MK), row_bytes(x.x, exact, layout.wire)
+    return Rows(x_ML, jnp.where((ids_MK >= 0) & (ids_MK < local), ids_MK, local), weights_MK)
 
 
 def _dropped(sent_NP: jax.Array, ids_NK: jax.Array, local: int) -> jax.Array:

@@ -23,7 +23,7 @@ KINDS = (
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """count: how often it runs in one step. bytes: what all its runs give to one device, largest: the greatest single
-    run. axes: "" if not a mesh's.
+    run. axes: "part of" them for groups within, "" if not a mesh's.
 
     asynchronous: runs that are begun in one place and awaited in another. overlapped: those of them between whose
     beginning and end the device multiplies matrices or runs kernels; hidden_bytes: what these give. hidden_flops: of
@@ -82,14 +82,14 @@ def _result_bytes(shape: str, opcode: str) -> int:
         case "collective-permute-start":
             sizes = sizes[1:2]
         case "ragged-all-to-all-start":
-            sizes = sizes[-3:-2] if shape.count("u32[]") else sizes[-1:]
+            sizes = sizes[-3:-2] if "u32[]" in shape else sizes[-1:]
         case "all-gather-start" | "all-to-all-start" | "reduce-scatter-start" | "collective-broadcast-start":
             sizes = sizes[len(sizes) // 2 :]
     return sum(sizes)
 
 
 def _axes(line: str, mesh: Mesh) -> str:
-    """The mesh axes over which a collective's groups lie, as "ep" or "ep tp"."""
+    """The mesh axes over which a collective's groups lie, as "ep" or "ep tp"; "part of ep" if only within them."""
     groups = _groups(line, mesh.devices.size)
     names = [axis for axis, size in mesh.shape.items() if size > 1]
     places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
@@ -98,8 +98,11 @@ def _axes(line: str, mesh: Mesh) -> str:
             inner = [mesh.axis_names.index(axis) for axis in chosen]
             outer = [i for i in range(places.ndim) if i not in inner]
             expected = places.transpose(*outer, *inner).reshape(-1, math.prod(mesh.shape[axis] for axis in chosen))
-            if groups == {frozenset(group) for group in expected.tolist()}:
+            whole = {frozenset(group) for group in expected.tolist()}
+            if groups == whole:
                 return " ".join(chosen)
+            if all(any(group <= all_of_them for all_of_them in whole) for group in groups):
+                return f"part of {' '.join(chosen)}"
     return ""
 
 

@@ -51,11 +51,27 @@ _CALLS = re.compile(
 _TRIPS = re.compile(r'known_trip_count":?\{"n":"(\d+)"')
 
 
-def callees(line: str) -> Counter[str]:
-    """The computations that an instruction runs, and how often: a branch as if taken, a loop of unknown length once."""
-    trips = _TRIPS.search(line)
+_CONDITION = re.compile(r" while\(.* condition=%?([\w.-]+)")
+_BOUND = re.compile(r" = s32\[\][^ ]* constant\((\d+)\)")
+_BELOW = re.compile(r"^\s+ROOT .* compare\(.*direction=LT")
+
+
+def callees(line: str, computations: dict[str, list[str]]) -> Counter[str]:
+    """The computations that an instruction runs, and how often: a branch as if taken, a loop of unknown length once.
+
+    Where the compiler does not note how often a loop turns, it is known if all that its condition has is a comparison
+    with a number (loops count from 0).
+    """
+    times = 1
+    if found := _TRIPS.search(line):
+        times = int(found[1])
+    elif (found := _CONDITION.search(line)) and found[1] in computations:
+        condition = computations[found[1]]
+        bounds = [bound[1] for bound in map(_BOUND.search, condition) if bound]
+        if len(bounds) == 1 and any(map(_BELOW.match, condition)):
+            times = int(bounds[0])
     names = [name for group in _CALLS.findall(line) for name in group.replace("%", "").replace(" ", "").split(",")]
-    return Counter({name: names.count(name) * (int(trips[1]) if trips else 1) for name in names})
+    return Counter({name: names.count(name) * times for name in names if name in computations})
 
 
 def turns(computations: dict[str, list[str]]) -> Counter[str]:
@@ -63,7 +79,7 @@ def turns(computations: dict[str, list[str]]) -> Counter[str]:
     calls: dict[str, Counter[str]] = {name: Counter() for name in computations}
     for name, lines in computations.items():
         for line in lines:
-            calls[name] += Counter({c: n for c, n in callees(line).items() if c in computations})
+            calls[name] += callees(line, computations)
     order: list[str] = []
     seen: set[str] = set()
 

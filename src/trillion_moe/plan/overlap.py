@@ -58,11 +58,8 @@ class Program:
         return self._sum(computation, list(self._until_done(computation, begun)))
 
     def _until_done(self, computation: str, begun: Instruction) -> Iterator[Instruction]:
-        after = iter(self.instructions(computation))
-        for one in after:
-            if one.name == begun.name:
-                break
-        for one in after:
+        found = self.instructions(computation)
+        for one in found[found.index(begun) + 1 :]:
             if one.opcode.endswith("-done") and begun.name in one.operands:
                 return
             yield one
@@ -72,9 +69,8 @@ class Program:
         total = Work()
         for one in found:
             total += self._own(computation, one)
-            for callee, times in callees(one.line).items():
-                if callee in self._lines and one.opcode not in ("all-reduce", "all-reduce-start", "reduce"):
-                    total += self.work(callee).times(times)
+            for callee, times in callees(one.line, self._lines).items():
+                total += self.work(callee).times(times)
         return total
 
     def _own(self, computation: str, one: Instruction) -> Work:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.compiler import jitted
 from trillion_moe.config import ModelConfig
 from trillion_moe.data.examples import Examples
 from trillion_moe.data.loader import Batch, Batches, Loader
@@ -21,9 +22,10 @@ from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Model, bucket, least_tokens, loss_sum
 from trillion_moe.optimizer import check_eps, make_optimizer, schedule
 from trillion_moe.run_config import RunConfig, RunConfigError
-from trillion_moe.sharding import Layout, check_batch, put
+from trillion_moe.sharding import Layout, check_batch, put, relaid
 from trillion_moe.steps import grad_step, update_step
 from trillion_moe.train import checkpoints
+from trillion_moe.train.capacity import Capacity
 from trillion_moe.train.report import Report
 from trillion_moe.transforms import combine, partition
 from trillion_moe.transforms.dropout import drop_inputs
@@ -71,6 +73,8 @@ class Trainer:
         self.lr = schedule(config.optimizer, self.total)
         self.opt_state = _over_all(self.optimizer.init(self.trainable), self.layout)
         self.step, self.tokens, self.stale = 0, 0, 0
+        has = self.layout is not None and self.layout.capacities
+        self.capacity = Capacity(self.layout.capacities, self.layout.capacity) if has else None
         self.best: float | None = None
         self.best_step: int | None = None
         self.saved_step: int | None = None
@@ -113,11 +117,22 @@ class Trainer:
         seconds = time.perf_counter() - began
         found |= {"lr": float(np.asarray(self.lr(self.step - 1))), "tokens": count, "tokens_per_s": count / seconds}
         found |= self._dropped(metrics)
+        self._follow(metrics)
         report.line("train", self.step, found, metrics.get("expert_counts"))
         if self.held_out is not None and (last or _due(self.step, t.eval_every)):
             report.line("eval", self.step, self._evaluated())
         if last or _due(self.step, t.save_every) or self.best_step == self.step or self._is_stale():
             self.save()
+
+    def _follow(self, metrics: Mapping[str, Any]) -> None:
+        """The next update's capacity, where it follows what was asked for; another is another program."""
+        if self.capacity is None or "exchange" not in metrics:
+            return
+        now = self.capacity.seen(np.asarray(metrics["exchange"]["asked"]))
+        if now != self.layout.capacity:
+            self.layout = dataclasses.replace(self.layout, capacity=now)
+            parts = self.trainable, self.frozen, self.opt_state
+            self.trainable, self.frozen, self.opt_state = (relaid(part, self.layout) for part in parts)
 
     def _window(self) -> tuple[Any, Any, list[Pass]]:
         """Summed gradients and sums of the next `accumulate` batches, fewer at the end of the data."""
@@ -161,11 +176,12 @@ class Trainer:
         found = {"loss": loss, "accuracy": correct / tokens, "best": self.best}
         return found | self._dropped({"dropped": dropped})
 
-    def _dropped(self, sums: Mapping[str, Any]) -> dict[str, int]:
-        """Assignments that no expert was given; nothing where none can be dropped."""
+    def _dropped(self, sums: Mapping[str, Any]) -> dict[str, int | float]:
+        """Assignments that were over the capacity, and so no expert was given; nothing where none can be dropped."""
         if self.layout is None or self.layout.capacity is None:
             return {}
-        return {"dropped_assignments": int(sums.get("dropped", 0))}
+        found = {"dropped_assignments": int(sums.get("dropped", 0))}
+        return found if self.capacity is None else found | {"capacity": self.layout.capacity}
 
     def _is_stale(self) -> bool:
         return self.config.train.patience is not None and self.stale >= self.config.train.patience
@@ -241,7 +257,7 @@ def _suspects(passes: Sequence[Pass]) -> str:
 # What is compiled, once for all runs of a process that have one shape.
 
 
-@partial(jax.jit, static_argnames=("remat", "dropout"))
+@partial(jitted, static_argnames=("remat", "dropout"))
 def _gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat: bool, dropout: float):
     """`grad_step` under dropout, which is part of the function that is differentiated."""
     if not dropout:
@@ -251,7 +267,7 @@ def _gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat
     return back(grads)[0], sums
 
 
-@jax.jit
+@jitted
 def _evaluation(trainable: Any, frozen: Any, batch: Any) -> tuple[Any, ...]:
     """Sums: loss, counted targets, those that were the argmax, dropped assignments."""
     total, sums = loss_sum(combine(trainable, frozen), batch, remat=False)
@@ -263,7 +279,7 @@ def _add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
     return jax.tree.map(jnp.add, (grads, sums), new)
 
 
-_update = partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))(update_step)
+_update = jitted(update_step, static_argnums=0, donate_argnums=(1, 2))
 
 
 def _over_all(opt_state: Any, layout: Layout | None) -> Any:
