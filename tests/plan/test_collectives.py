@@ -8,6 +8,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from trillion_moe.layers.exchange import MAKERS, Route, combine, dispatch, traffic
+from trillion_moe.layers.wire import row_bytes
 from trillion_moe.plan.collectives import Collective, collectives
 from trillion_moe.sharding import Layout
 
@@ -35,6 +37,31 @@ def compiled(f, layout: Layout, spec, shape) -> str:
 def test_kind_axes_and_bytes(f, expected: Collective) -> None:
     layout = Layout.make({"ep": 2, "cp": 2, "tp": 2})
     assert collectives(compiled(f, layout, P(("ep", "cp", "tp")), (64,)), layout.mesh) == [expected]
+
+
+@pytest.mark.parametrize("transport", ["replicated", "all_to_all"])
+@pytest.mark.parametrize("wire", [None, "float8_e4m3fn"])
+def test_an_exchange_counts_its_bytes_as_the_program_has_them(transport: str, wire: str | None) -> None:
+    """Fixed slots: what a device is given is what all devices count, its own slots with it; both ways."""
+    layout, n, width, top = Layout.make({"ep": 4}), 12, 300, 3
+    ideal = width * 4
+
+    def f(x_NL):
+        wanted_NP = jnp.ones((n, 4), bool)
+        made = MAKERS[transport](wanted_NP, Route("ep", top, 0.5 if transport == "all_to_all" else None))
+        exact = jnp.zeros((n, top), jnp.int32), jnp.ones((n, top))
+        x_ML, (ids_MK, weights_MK) = dispatch(made, x_NL, exact, wire)
+        moved = traffic(made, "ep", wanted_NP, row_bytes(x_NL, exact, wire), ideal)
+        return combine(made, x_ML * weights_MK[:, :1] + ids_MK[:, :1], wire), moved[None]
+
+    over = jax.shard_map(f, mesh=layout.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    program = jax.jit(over).lower(jax.ShapeDtypeStruct((4 * n, width), jnp.float32)).compile()
+    slots = 4 * (6 if transport == "all_to_all" else n)
+    row = width + 3 * 4 if wire else ideal  # and float32 scales for three blocks of 128
+    found = sum(one.bytes for one in collectives(program.as_text(), layout.mesh))
+    assert found == slots * (row + top * 8) + slots * row
+    moved = program(jnp.ones((4 * n, width), jnp.float32))[1]
+    assert moved.tolist() == [[slots * 3 / 4 * (row + top * 8), n * 3 * ideal]] * 4
 
 
 def test_in_a_loop_it_counts_as_often_as_the_loop_turns() -> None:

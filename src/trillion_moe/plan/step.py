@@ -122,11 +122,14 @@ def _batch(layout: Layout, rows: int, tokens: int) -> dict[str, Any]:
 
 
 def _options(chip: Chip, arguments: Any) -> dict[str, Any]:
-    """As the step is compiled to be run; and without a device XLA gives a GPU's program four fifths of its memory, with
-    this `SHARE` of it."""
+    """As the step is compiled to be run, but for what stands in the way of asking about it.
+
+    A TPU's gathers stay off its sparse cores: libtpu (of jaxlib 0.10.2) cannot give the text of a program with them
+    there. And without a device XLA gives a GPU's program four fifths of its memory, with this `SHARE` of it.
+    """
     options = dict(OPTIONS.get(_platform(chip), {}))
     if not isinstance(chip, Gpu):
-        return options
+        return options | {"xla_tpu_offload_gather_to_sparsecore": False}
     held = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arguments))
     assumed, wanted = (share * chip.facts.hbm_bytes - held for share in (0.8, SHARE))
     return options | ({"xla_gpu_memory_limit_slop_factor": round(100 * wanted / assumed)} if assumed > 0 else {})
