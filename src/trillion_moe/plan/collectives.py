@@ -22,8 +22,8 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """count: how often it runs in one step. bytes: what all its runs give to one device, largest: the greatest single
-    run. axes: "part of" them for groups within, "" if not a mesh's.
+    """count: how often it runs in one step. bytes: what all its runs give to one device, largest: the greatest array
+    of a run, which may give several. axes: "part of" them for groups within, "" if not a mesh's.
 
     asynchronous: runs that are begun in one place and awaited in another. overlapped: those of them between whose
     beginning and end the device multiplies matrices or runs kernels; hidden_bytes: what these give. hidden_flops: of
@@ -59,12 +59,13 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
 
 
 def _added(row: Collective, one: Instruction, runs: int, hidden: Work | None) -> Collective:
-    size = _result_bytes(one.shape, one.opcode)
+    sizes = _result_bytes(one.shape, one.opcode)
+    size = sum(sizes)
     return dataclasses.replace(
         row,
         count=row.count + runs,
         bytes=row.bytes + runs * size,
-        largest=max(row.largest, size),
+        largest=max(row.largest, *sizes),
         asynchronous=row.asynchronous + runs * (hidden is not None),
         overlapped=row.overlapped + runs * bool(hidden),
         hidden_bytes=row.hidden_bytes + runs * size * bool(hidden),
@@ -72,8 +73,8 @@ def _added(row: Collective, one: Instruction, runs: int, hidden: Work | None) ->
     )
 
 
-def _result_bytes(shape: str, opcode: str) -> int:
-    """Of what one run gives to a device; of a ragged exchange the room for it.
+def _result_bytes(shape: str, opcode: str) -> list[int]:
+    """Of each array that one run gives to a device; of a ragged exchange the room for it.
 
     An asynchronous start has its operands in front of its results, a permutation numbers of its own behind them.
     """
@@ -85,7 +86,7 @@ def _result_bytes(shape: str, opcode: str) -> int:
             sizes = sizes[-3:-2] if "u32[]" in shape else sizes[-1:]
         case "all-gather-start" | "all-to-all-start" | "reduce-scatter-start" | "collective-broadcast-start":
             sizes = sizes[len(sizes) // 2 :]
-    return sum(sizes)
+    return sizes
 
 
 def _axes(line: str, mesh: Mesh) -> str:

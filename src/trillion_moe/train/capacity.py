@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trillion_moe.layers.exchange import SHARES
+from trillion_moe.sharding import Layout
 
 QUANTILE = 1.0  # of recent exchanges that must have room: all
 WINDOW = 64  # updates that are looked back on
@@ -37,6 +38,13 @@ class Capacity:
         self._recent: deque[np.ndarray] = deque(maxlen=window)
         self._place = self.capacities.index(now)
         self._enough = 0
+
+    @classmethod
+    def of(cls, layout: Layout | None) -> "Capacity | None":
+        """That of a layout, None where its capacity stays as it is."""
+        if layout is None or layout.capacity is None or not layout.capacities:
+            return None
+        return cls(layout.capacities, layout.capacity)
 
     @property
     def now(self) -> float:

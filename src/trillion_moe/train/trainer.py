@@ -73,8 +73,7 @@ class Trainer:
         self.lr = schedule(config.optimizer, self.total)
         self.opt_state = _over_all(self.optimizer.init(self.trainable), self.layout)
         self.step, self.tokens, self.stale = 0, 0, 0
-        has = self.layout is not None and self.layout.capacities
-        self.capacity = Capacity(self.layout.capacities, self.layout.capacity) if has else None
+        self.capacity = Capacity.of(self.layout)
         self.best: float | None = None
         self.best_step: int | None = None
         self.saved_step: int | None = None
@@ -126,7 +125,7 @@ class Trainer:
 
     def _follow(self, metrics: Mapping[str, Any]) -> None:
         """The next update's capacity, where it follows what was asked for; another is another program."""
-        if self.capacity is None or "exchange" not in metrics:
+        if self.capacity is None or self.layout is None or "exchange" not in metrics:
             return
         now = self.capacity.seen(np.asarray(metrics["exchange"]["asked"]))
         if now != self.layout.capacity:
@@ -180,7 +179,7 @@ class Trainer:
         """Assignments that were over the capacity, and so no expert was given; nothing where none can be dropped."""
         if self.layout is None or self.layout.capacity is None:
             return {}
-        found = {"dropped_assignments": int(sums.get("dropped", 0))}
+        found: dict[str, int | float] = {"dropped_assignments": int(sums.get("dropped", 0))}
         return found if self.capacity is None else found | {"capacity": self.layout.capacity}
 
     def _is_stale(self) -> bool:
