@@ -29,7 +29,7 @@ def compiled(f, layout: Layout, spec, shape) -> str:
         (lambda x: lax.all_gather(x, "ep").sum(0), Collective("all-gather", "ep", 1, 2 * 8 * 4, 2 * 8 * 4)),
         (
             lambda x: lax.all_to_all(x.reshape(2, 4), "cp", 0, 0).reshape(8),
-            Collective("all-to-all", "cp", 1, 8 * 4, 8 * 4),
+            Collective("all-to-all", "cp", 1, 8 * 4, 4 * 4),
         ),
         (lambda x: lax.ppermute(x, "tp", [(0, 1)]), Collective("collective-permute", "tp", 1, 8 * 4, 8 * 4)),
     ],

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from tests.train.test_trainer import lines
 
 import trillion_moe as tm
@@ -72,6 +73,7 @@ def test_a_run_changes_its_capacity(trainer, adapted, config, rows, monkeypatch)
     assert found.layout.capacity == found.trainable.layout.capacity == found.frozen.layout.capacity == 0.5
 
 
+@pytest.mark.slow
 def test_a_capacity_that_was_too_small_is_left_at_once(trainer, adapted, config) -> None:
     run = config(train={"steps": 2, "eval_every": 0, "save_every": 2})
     options = {"transport": "all_to_all", "capacity": 0.02, "capacities": (0.02, 1.0)}
