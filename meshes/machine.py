@@ -77,7 +77,7 @@ class Machine:
 
     chip: of `chips.KNOWN`. tiers: the fastest first, the last spans all devices. topology: as `aot.devices` takes it,
     None where there is no compiler to ask. cloud: what a provider calls it. The rest, from rules on: as of
-    `sharding.Layout`.
+    `sharding.Layout`, whose `node` follows from the tiers.
 
     On a TPU every axis must be a side of the torus or a product of some: JAX lays it so that its neighbours are.
     """
@@ -95,6 +95,8 @@ class Machine:
     schedule: str = "1f1b"
     virtual: int = 1
     microbatches: int | None = None
+    wire: str | None = None
+    capacities: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.chip not in KNOWN:
@@ -120,6 +122,12 @@ class Machine:
         reach = inner * self.axes.get(axis, 1)
         return next(tier for tier in self.tiers if reach <= tier.span and tier.span % reach == 0)
 
+    @property
+    def node(self) -> int:
+        """Neighbours along "ep" that the fastest tier joins."""
+        inner = math.prod(self.axes.get(name, 1) for name in AXES[AXES.index("ep") + 1 :])
+        return math.gcd(self.tiers[0].span // math.gcd(self.tiers[0].span, inner), self.axes.get("ep", 1))
+
     def layout(self, devices: Sequence[Any] | None = None) -> Layout:
         """Over these devices, by default those that JAX sees. Raises LayoutError if they are too few."""
         return Layout.make(
@@ -128,10 +136,13 @@ class Machine:
             rules=self.rules,
             transport=self.transport,
             capacity=self.capacity,
+            capacities=self.capacities,
             chunks=self.chunks,
             schedule=self.schedule,
             virtual=self.virtual,
             microbatches=self.microbatches,
+            node=self.node if self.transport == "hierarchical" else None,
+            wire=self.wire,
         )
 
 

@@ -118,7 +118,7 @@ def assert_as_on_one_device(name: str, layout: Layout) -> None:
     loss, sums, grads = gradients(name, layout)
     one_loss, one_sums, one_grads = one_device(name)
     assert loss == pytest.approx(one_loss, rel=1e-11)
-    assert sums.keys() == one_sums.keys()
+    assert sums.keys() - one_sums.keys() == ({"exchange"} if layout.size("ep") > 1 else set())
     for metric, value in one_sums.items():
         np.testing.assert_array_equal(sums[metric], value, err_msg=metric)
     assert sums["dropped"] == 0

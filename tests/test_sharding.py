@@ -24,7 +24,7 @@ from trillion_moe.transforms.targets import places
 
 QUICK = [
     ("all weights", {"fsdp": 2, "ep": 2, "tp": 2}, {"transport": "ragged", "chunks": 3}),
-    ("stacked", {"cp": 4, "ep": 2}, {"transport": "ragged"}),
+    ("stacked", {"ep": 4, "tp": 2}, {"transport": "hierarchical", "node": 2, "chunks": 2} | WITHIN),
 ]
 SLOW = [
     ("adapters", {"ep": 4, "tp": 2}, {"transport": "all_to_all"} | WITHIN),
@@ -50,6 +50,8 @@ SLOW = [
     ("stacked", {"ep": 2, "cp": 2, "tp": 2}, {"transport": "all_to_all", "chunks": 2} | WITHIN),
     ("adapters", {"dp": 2, "fsdp": 2, "ep": 2}, {"transport": "ragged", "chunks": 4}),
     ("pictures", {"ep": 4, "cp": 2}, {"transport": "ragged"}),
+    ("stacked", {"cp": 4, "ep": 2}, {"transport": "ragged"}),
+    ("adapters", {"ep": 8}, {"transport": "hierarchical", "node": 4, "chunks": 2}),
 ]
 
 
@@ -173,11 +175,17 @@ def test_errors() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"transport": "pigeon"}, "no transport 'pigeon': legal are replicated, all_to_all, ragged"),
+        ({"transport": "pigeon"}, "no transport 'pigeon': legal are replicated, all_to_all, ragged, hierarchical"),
         ({"capacity": 0.5}, "capacity = 0.5: legal is above 0 up to 1, with 'all_to_all' alone"),
         ({"transport": "all_to_all", "capacity": 1.5}, "capacity = 1.5: legal is above 0 up to 1"),
         ({"transport": "all_to_all", "capacity": 0.0}, "capacity = 0.0: legal is above 0 up to 1"),
+        ({"transport": "all_to_all", "capacity": 0.3, "capacities": (0.25, 0.5)}, "capacity = 0.3: legal are rising"),
+        ({"transport": "all_to_all", "capacity": 0.5, "capacities": (0.5, 0.25)}, "capacity = 0.5: legal are rising"),
         ({"chunks": 0}, "chunks = 0: legal is at least 1"),
+        ({"transport": "hierarchical"}, "transport 'hierarchical' with node = None: 'hierarchical' alone has nodes"),
+        ({"node": 2}, "transport 'replicated' with node = 2: 'hierarchical' alone has nodes"),
+        ({"transport": "hierarchical", "node": 2}, "node = 2 of ep = 1 devices: legal are none"),
+        ({"wire": "float8_e4m3fn"}, "wire = 'float8_e4m3fn' over ep = 1: legal is float8_e4m3fn, where ep is above 1"),
         ({"rules": {"expert_mlp": ("cp",)}}, "the rule of 'expert_mlp' is ('cp',): legal is () or ('tp',)"),
         ({"rules": {"time": ()}}, "the rule of 'time' is (): legal is ('cp',)"),
         ({"rules": {"batch": ("dp",)}}, "the rule of 'batch' is ('dp',): legal is ('dp', 'fsdp', 'ep')"),
@@ -189,6 +197,15 @@ def test_errors() -> None:
 def test_options_that_are_not_legal(options: dict, says: str) -> None:
     with pytest.raises(LayoutError, match=re.escape(says)):
         Layout.make({}, **options)
+
+
+def test_nodes_and_wires_that_are_not_legal() -> None:
+    with pytest.raises(LayoutError, match="node = 3 of ep = 8 devices: legal are 2, 4; one tier needs no nodes"):
+        Layout.make({"ep": 8}, transport="hierarchical", node=3)
+    with pytest.raises(LayoutError, match="node = 8 of ep = 8 devices: legal are 2, 4; one tier needs no nodes"):
+        Layout.make({"ep": 8}, transport="hierarchical", node=8)
+    with pytest.raises(LayoutError, match="wire = 'int8' over ep = 8: legal is float8_e4m3fn, where"):
+        Layout.make({"ep": 8}, wire="int8")
 
 
 def test_batches_that_cannot_be_cut() -> None:

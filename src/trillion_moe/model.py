@@ -336,8 +336,8 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
     batch: ``tokens`` int32 [B, T]; optional ``segments`` int32 [B, T], ``loss_mask`` bool [B, T], ``images`` ImageBatch
     (placeholders expanded). metrics: ``tokens`` (targets counted, int32), ``correct`` (those that were the argmax),
     ``expert_counts`` int32 [MoE layers, E], ``dropped`` int32 (assignments that no expert was given, for want of room
-    on the wire). remat: recompute layers in the backward pass instead of keeping their intermediates; on pipeline
-    stages they always are.
+    on the wire), and where experts lie apart ``exchange`` (see `layers.moe`). remat: recompute layers in the backward
+    pass instead of keeping their intermediates; on pipeline stages they always are.
     """
     rows = Compaction.of(batch.get("segments"))
     by_token = {k: batch[k] for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
@@ -363,4 +363,6 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
             "expert_counts": jnp.stack(counts),
             "dropped": jnp.sum(jnp.stack([layer["dropped"] for layer in moe])),
         }
+    if travelled := [layer["exchange"] for layer in moe if "exchange" in layer]:
+        metrics["exchange"] = jax.tree.map(lambda *layers: sum(layers), *travelled)
     return total, metrics

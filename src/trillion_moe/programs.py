@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trillion_moe.compiler import jitted
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers.segments import plan_for
 from trillion_moe.model import Model
@@ -33,7 +34,7 @@ def blueprint(cfg: ModelConfig, config: RunConfig, platform: str, layout: Layout
         raise RunConfigError(f"lora, on {config.model}: {error}") from None
 
 
-@partial(jax.jit, static_argnames=("remat", "dropout"))
+@partial(jitted, static_argnames=("remat", "dropout"))
 def gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat: bool, dropout: float):
     """`grad_step` under dropout, which is part of the function that is differentiated."""
     if not dropout:
@@ -49,7 +50,7 @@ def add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
     return jax.tree.map(jnp.add, (grads, sums), new)
 
 
-update = partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))(update_step)
+update = jitted(update_step, static_argnums=0, donate_argnums=(1, 2))
 
 
 def over_all(opt_state: Any, layout: Layout | None) -> Any:

@@ -25,8 +25,11 @@ AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 BATCH = ("dp", "fsdp", "ep")
 """What a microbatch is cut over."""
 
-TRANSPORTS = ("replicated", "all_to_all", "ragged")
+TRANSPORTS = ("replicated", "all_to_all", "ragged", "hierarchical")
 """How tokens reach their experts; see `layers.exchange`."""
+
+WIRES = ("float8_e4m3fn",)
+"""Narrow dtypes in which rows may travel to experts and back; see `layers.wire`."""
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations
@@ -90,8 +93,11 @@ class Layout:
     rules: pairs of a logical axis and its mesh axes, sorted, so that equal layouts are one static value; see `make`.
     transport: how tokens reach their experts, one of `TRANSPORTS`.
     capacity: share of a chunk's tokens that a device may send to one other, with transport "all_to_all"; None = all.
+    capacities: among which training chooses the capacity by what was asked for; none = it stays. See `train.capacity`.
     chunks: into how many parts a device's tokens are exchanged, so that one is underway while another is computed. One
-    exchange more a layer carries nothing, which costs bytes where the transport is not "ragged".
+    exchange more a layer carries nothing, which costs bytes where sizes are fixed ("replicated", "all_to_all").
+    node: for transport "hierarchical", neighbours along "ep" that reach each other faster than the rest.
+    wire: the dtype in which rows travel to experts and back, one of `WIRES`; None = their own.
     schedule, virtual, microbatches: of a pipeline, see `layers.schedule`: one of `SCHEDULES`, how many runs of layers a
     stage holds, and into how many parts a batch is cut, a multiple of pp; None = one row a device each.
     """
@@ -104,6 +110,9 @@ class Layout:
     schedule: str = "1f1b"
     virtual: int = 1
     microbatches: int | None = None
+    node: int | None = None
+    wire: str | None = None
+    capacities: tuple[float, ...] = ()
 
     @classmethod
     def make(
@@ -134,14 +143,37 @@ class Layout:
                 raise LayoutError(f"the rule of {name!r} is {self.over(name)}: legal is {' or '.join(map(str, legal))}")
         if self.transport not in TRANSPORTS:
             raise LayoutError(f"no transport {self.transport!r}: legal are {', '.join(TRANSPORTS)}")
-        if self.capacity is not None and (self.transport != "all_to_all" or not 0 < self.capacity <= 1):
-            raise LayoutError(f"capacity = {self.capacity}: legal is above 0 up to 1, with 'all_to_all' alone")
+        for share in (*self.capacities, *(() if self.capacity is None else (self.capacity,))):
+            if self.transport != "all_to_all" or not 0 < share <= 1:
+                raise LayoutError(f"capacity = {share}: legal is above 0 up to 1, with 'all_to_all' alone")
+        if self.capacities and (
+            self.capacity not in self.capacities or list(self.capacities) != sorted(self.capacities)
+        ):
+            raise LayoutError(
+                f"capacities = {self.capacities}, capacity = {self.capacity}: legal are rising capacities, one of "
+                "which is the first to be used"
+            )
         if self.chunks < 1:
             raise LayoutError(f"chunks = {self.chunks}: legal is at least 1")
         self._check_pipeline()
+        ep = self.size("ep")
+        if (self.transport == "hierarchical") != (self.node is not None):
+            raise LayoutError(f"transport {self.transport!r} with node = {self.node}: 'hierarchical' alone has nodes")
+        if self.node is not None and not (1 < self.node < ep and ep % self.node == 0):
+            legal = ", ".join(str(n) for n in range(2, ep) if ep % n == 0) or "none"
+            raise LayoutError(f"node = {self.node} of ep = {ep} devices: legal are {legal}; one tier needs no nodes")
+        if self.wire is not None and (self.wire not in WIRES or ep == 1):
+            raise LayoutError(f"wire = {self.wire!r} over ep = {ep}: legal is {', '.join(WIRES)}, where ep is above 1")
         kind = self.mesh.devices.flat[0].device_kind
-        if self.transport == "ragged" and kind in _NO_RAGGED:
-            raise LayoutError(f"transport 'ragged' does not compile for {kind}: legal are replicated, all_to_all")
+        if self.transport in ("ragged", "hierarchical") and kind in _NO_RAGGED:
+            raise LayoutError(
+                f"transport {self.transport!r} does not compile for {kind}: legal are replicated, all_to_all"
+            )
+
+    @property
+    def platform(self) -> str:
+        """Of its devices, as JAX names it."""
+        return self.mesh.devices.flat[0].platform
 
     def _check_pipeline(self) -> None:
         stages = self.size("pp")
@@ -386,3 +418,16 @@ def place(model: Any, layout: Layout) -> Any:
 def as_placed(model: Any) -> Any:
     """A model of which some arrays are new, all where its layout has them; as it is without one."""
     return model if model.layout is None else place(model, model.layout)
+
+
+def relaid(tree: Any, layout: Layout) -> Any:
+    """A tree with models in it, each with another layout over the same mesh and rules: no array moves."""
+
+    def one(model: Any) -> Any:
+        if not hasattr(model, "layout"):
+            return model
+        model = jax.tree.map(lambda x: x, model)
+        model.layout = layout
+        return model
+
+    return jax.tree.map(one, tree, is_leaf=lambda node: hasattr(node, "layout"))

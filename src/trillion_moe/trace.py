@@ -64,7 +64,7 @@ class _Named:
         placed = {
             k: self.flat(v) if k in flat else self.place(v)
             for k, v in aux.items()
-            if k not in ("expert_counts", "dropped")
+            if k not in ("expert_counts", "dropped", "exchange")
         }
         if "router_ids" in placed:
             order = jnp.argsort(placed["router_ids"], axis=1)

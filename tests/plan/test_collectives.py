@@ -8,6 +8,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from trillion_moe.layers.exchange import MAKERS, Route, combine, dispatch, traffic
+from trillion_moe.layers.wire import row_bytes
 from trillion_moe.plan.collectives import Collective, collectives
 from trillion_moe.sharding import Layout
 
@@ -27,7 +29,7 @@ def compiled(f, layout: Layout, spec, shape) -> str:
         (lambda x: lax.all_gather(x, "ep").sum(0), Collective("all-gather", "ep", 1, 2 * 8 * 4, 2 * 8 * 4)),
         (
             lambda x: lax.all_to_all(x.reshape(2, 4), "cp", 0, 0).reshape(8),
-            Collective("all-to-all", "cp", 1, 8 * 4, 8 * 4),
+            Collective("all-to-all", "cp", 1, 8 * 4, 4 * 4),
         ),
         (lambda x: lax.ppermute(x, "tp", [(0, 1)]), Collective("collective-permute", "tp", 1, 8 * 4, 8 * 4)),
     ],
@@ -35,6 +37,31 @@ def compiled(f, layout: Layout, spec, shape) -> str:
 def test_kind_axes_and_bytes(f, expected: Collective) -> None:
     layout = Layout.make({"ep": 2, "cp": 2, "tp": 2})
     assert collectives(compiled(f, layout, P(("ep", "cp", "tp")), (64,)), layout.mesh) == [expected]
+
+
+@pytest.mark.parametrize("transport", ["replicated", "all_to_all"])
+@pytest.mark.parametrize("wire", [None, "float8_e4m3fn"])
+def test_an_exchange_counts_its_bytes_as_the_program_has_them(transport: str, wire: str | None) -> None:
+    """Fixed slots: what a device is given is what all devices count, its own slots with it; both ways."""
+    layout, n, width, top = Layout.make({"ep": 4}), 12, 300, 3
+    ideal = width * 4
+
+    def f(x_NL):
+        wanted_NP = jnp.ones((n, 4), bool)
+        made = MAKERS[transport](wanted_NP, Route("ep", top, 0.5 if transport == "all_to_all" else None))
+        exact = jnp.zeros((n, top), jnp.int32), jnp.ones((n, top))
+        x_ML, (ids_MK, weights_MK) = dispatch(made, x_NL, exact, wire)
+        moved = traffic(made, "ep", wanted_NP, row_bytes(x_NL, exact, wire), ideal)
+        return combine(made, x_ML * weights_MK[:, :1] + ids_MK[:, :1], wire), moved[None]
+
+    over = jax.shard_map(f, mesh=layout.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    program = jax.jit(over).lower(jax.ShapeDtypeStruct((4 * n, width), jnp.float32)).compile()
+    slots = 4 * (6 if transport == "all_to_all" else n)
+    row = width + 3 * 4 if wire else ideal  # and float32 scales for three blocks of 128
+    found = sum(one.bytes for one in collectives(program.as_text(), layout.mesh))
+    assert found == slots * (row + top * 8) + slots * row
+    moved = program(jnp.ones((4 * n, width), jnp.float32))[1]
+    assert moved.tolist() == [[slots * 3 / 4 * (row + top * 8), n * 3 * ideal]] * 4
 
 
 def test_in_a_loop_it_counts_as_often_as_the_loop_turns() -> None:
@@ -55,31 +82,71 @@ def test_asynchronous_forms() -> None:
     """As XLA writes them for accelerators: groups by formula, operands in front of results."""
     exchange = "(bf16[4,8], bf16[32,8], s32[4], s32[4], s32[4], s32[4], bf16[32,8]) ragged-all-to-all-start(%z)"
     pairs = "source_target_pairs={{0,1},{2,3},{4,5},{6,7}}"
+    sync = '"collective_backend_config":{"is_sync":true}'
     trips = 'backend_config={"known_trip_count":{"n":"7"}}'
     text = f"""
 HloModule planted
 
 %body (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
+  %x = bf16[4,8] parameter(0)
   %ag = (bf16[4,8], bf16[8,8]) all-gather-start(%x), replica_groups=[4,2]<=[8], dimensions={{0}}
   %cp = (bf16[4,8], bf16[4,8], u32[], u32[]) collective-permute-start(%x), {pairs}
+  %f = bf16[4,4] fusion(%x), kind=kOutput, calls=%inner
+  %agd = bf16[8,8] all-gather-done(%ag)
+  %k = bf16[4,4] custom-call(%f), custom_call_target="tpu_custom_call"
+  %cpd = bf16[4,8] collective-permute-done(%cp)
+}}
+
+%inner (p: bf16[4,8]) -> bf16[4,4] {{
+  %p = bf16[4,8] parameter(0)
+  %q = bf16[8,4] transpose(%p), dimensions={{1,0}}
+  ROOT %d = bf16[4,4] dot(%p, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}
 
 ENTRY %main (p: bf16[4,8]) -> bf16[4,8] {{
   %w = (s32[], bf16[4,8]) while(%t), condition=%c, body=%body, {trips}
-  %ar = f32[16] all-reduce-start(%y), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
+  %ar = f32[16] all-reduce-start(%y), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add, backend_config={{{sync}}}
+  %n = f32[16] custom-call(%y), custom_call_target="tpu_custom_call"
+  %ard = f32[16] all-reduce-done(%ar)
   %rs = f32[4] reduce-scatter(%y), replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {{'axis_0'}}, to_apply=%add
   %ag = f32[2] all-gather(%y), replica_groups=mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) {{'b'}}
   %ra = {exchange}, replica_groups={{{{0,2,4,6}},{{1,3,5,7}}}}
+  %rad = bf16[32,8] ragged-all-to-all-done(%ra)
 }}
 """
     layout = Layout.make({"ep": 4, "tp": 2})
     assert collectives(text, layout.mesh) == [
-        Collective("all-gather", "tp", 8, 7 * 128 + 8, 128),
-        Collective("ragged-all-to-all", "ep", 1, 512, 512),
-        Collective("collective-permute", "tp", 7, 7 * 64, 64),
-        Collective("all-reduce", "ep", 1, 64, 64),
+        Collective("all-gather", "tp", 8, 7 * 128 + 8, 128, 7, 7, 7 * 128, 7 * 2 * 4 * 8 * 4),
+        Collective("ragged-all-to-all", "ep", 1, 512, 512, 1, 0, 0, 0),  # nothing is done meanwhile
+        Collective("collective-permute", "tp", 7, 7 * 64, 64, 7, 7, 7 * 64, 7 * 2 * 4 * 8 * 4),
+        Collective("all-reduce", "ep", 1, 64, 64),  # two instructions, but the compiler says that it is waited for
         Collective("reduce-scatter", "ep", 1, 16, 16),
     ]
+
+
+def test_as_tpus_say_it() -> None:
+    """Numbers of their own behind the result, parts of an axis, and how often a loop turns only in its condition."""
+    text = """
+%cond (c: (s32[], u16[8])) -> pred[] {
+  %c = (s32[], u16[8]) parameter(0)
+  %n = s32[]{:T(128)} constant(6), metadata={}
+  %i = s32[] get-tuple-element(%c), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT
+}
+
+%body (b: (s32[], u16[8])) -> (s32[], u16[8]) {
+  %ra = ((u16[8], u16[32], s32[2], s32[2], s32[2], s32[2]), u16[32], u32[], u32[]) ragged-all-to-all-start(%x), GROUPS
+  %rad = u16[32] ragged-all-to-all-done(%ra)
+}
+
+ENTRY %main (p: u16[8]) -> u16[8] {
+  %w = (s32[], u16[8]) while(%t), condition=%cond, body=%body
+}
+""".replace("GROUPS", "replica_groups={{0,2},{1,3}}")
+    mesh = Layout.make({"ep": 4}).mesh
+    assert collectives(text, mesh) == [Collective("ragged-all-to-all", "part of ep", 6, 6 * 64, 64, 6, 0, 0, 0)]
+    with pytest.raises(ValueError, match="nothing awaits %ra = "):
+        collectives(text.replace("ragged-all-to-all-done(%ra)", "copy(%ra)"), mesh)
 
 
 def test_branches_narrow_types_and_what_nobody_calls() -> None:

@@ -12,10 +12,11 @@ from jax import lax
 from trillion_moe.blueprint import Spec, constant, normal
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, tap_into
-from trillion_moe.layers.exchange import MAKERS, Transport
+from trillion_moe.layers.exchange import MAKERS, Route, Transport, asked, combine, dispatch, traffic
 from trillion_moe.layers.mlp import GatedMLP, activation_of
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.router import Router
+from trillion_moe.layers.wire import row_bytes
 from trillion_moe.ops import accumulator, dot, grouped_dot, grouped_glu
 from trillion_moe.sharding import Layout, axes_like, dims, island
 
@@ -72,8 +73,10 @@ class MoE(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """-> output ``[B, T, D]``, ``expert_counts`` int32 [E] (real tokens given to each expert) and ``dropped``.
 
-        dropped: int32, assignments of real tokens to experts that their transport had no room for. Padding is never
-        routed: it is in no group, no count, and its routed output is 0.
+        dropped: int32, assignments of real tokens to experts that were over the capacity of their transport, which is
+        the one cause there is. Where experts lie apart, ``exchange`` too, of all devices: ``asked`` (see
+        `exchange.asked`) and ``traffic`` (see `exchange.traffic`). Padding is never routed: it is in no group, no
+        count, and its routed output is 0.
         """
         z_BTL = x_BTD if self.latent_down is None else dot(x_BTD, self.latent_down)
         tokens, bank = dims("batch", "time", None), axes_like(self.experts, Experts(cfg, dtype="float32"))
@@ -118,18 +121,19 @@ def _routed(router: Router, experts: Experts, x_BTD, z_BTL, real_BT, *, cfg: Mod
     wanted_NK = jnp.where(real_N[:, None], ids_NK, e)
     counts_E = jnp.sum(wanted_NK.reshape(-1, 1) == jnp.arange(e), axis=0, dtype=jnp.int32)
     if layout is None:
-        y_NL, dropped = apply_experts(experts, Rows(z_NL, wanted_NK, weights_NK), e, cfg), jnp.zeros((), jnp.int32)
+        y_NL = apply_experts(experts, Rows(z_NL, wanted_NK, weights_NK), e, cfg)
+        counts = {"dropped": jnp.zeros((), jnp.int32)}
     else:
-        y_NL, dropped = _over_devices(experts, z_NL, wanted_NK, weights_NK, cfg, layout)
+        y_NL, counts = _over_devices(experts, z_NL, wanted_NK, weights_NK, cfg, layout)
         counts_E = lax.psum(counts_E, layout.tokens)
     taps = {"router_ids": ids_NK, "router_weights": weights_NK, "router_logits": logits_NE}
     taps = {name: a.reshape(*shape[:2], -1) for name, a in taps.items()}
-    return y_NL.reshape(shape), {"expert_counts": counts_E, "dropped": dropped}, taps
+    return y_NL.reshape(shape), counts | {"expert_counts": counts_E}, taps
 
 
 @jax.named_scope(EXCHANGE)
 def _over_devices(experts: Experts, z_NL, ids_NK, weights_NK, cfg: ModelConfig, layout: Layout):
-    """-> weighted sums ``[N, L]``, and how many assignments were dropped on all devices together.
+    """-> weighted sums ``[N, L]``, and of all devices together what was dropped and how it travelled.
 
     Devices along "tp" hold the same tokens: each takes its share of them, unless experts are cut along it too.
     """
@@ -143,51 +147,85 @@ def _over_devices(experts: Experts, z_NL, ids_NK, weights_NK, cfg: ModelConfig, 
         share = lax.dynamic_slice_in_dim(padded, at * layout.chunks * each, layout.chunks * each)
         return share.reshape(layout.chunks, each, -1)
 
-    y_CNL, dropped = _in_chunks(experts, Rows(mine(z_NL), mine(ids_NK, e), mine(weights_NK)), cfg, layout)
+    y_CNL, counts = _in_chunks(experts, Rows(mine(z_NL), mine(ids_NK, e), mine(weights_NK)), cfg, layout)
     y_NL = y_CNL.reshape(-1, y_CNL.shape[-1])
     y_NL = lax.psum(y_NL, "tp") if within else lax.all_gather(y_NL, "tp", axis=0, tiled=True)
-    return y_NL[:n], lax.psum(dropped, layout.tokens if parts == 1 else (*layout.tokens, "tp"))
+    everywhere = lax.psum(counts, (*layout.tokens, "tp"))
+    if within:  # each token is on all of them
+        everywhere["dropped"] = everywhere["dropped"] // layout.size("tp")
+    return y_NL[:n], everywhere
 
 
-def _in_chunks(experts: Experts, x: Rows, cfg: ModelConfig, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Rows ``[C, N, ...]`` through the exchange -> ``[C, N, L]``, and how many assignments were dropped here.
+def _in_chunks(experts: Experts, x: Rows, cfg: ModelConfig, layout: Layout) -> tuple[jax.Array, dict[str, Any]]:
+    """Rows ``[C, N, ...]`` through the exchange -> ``[C, N, L]``, and what was dropped and how it travelled from here.
 
-    While the experts work on one chunk, the next is underway.
+    While the experts work on one chunk, the next is underway here and what became of the one before is underway back.
     """
     if layout.size("ep") == 1:
         e = cfg.moe.num_experts
         through = jax.checkpoint(lambda x: apply_experts(experts, x, e, cfg))
-        return lax.map(through, x), jnp.zeros((), jnp.int32)
+        return lax.map(through, x), {"dropped": jnp.zeros((), jnp.int32)}
+    local = cfg.moe.num_experts // layout.size("ep")
 
-    def exchange(x: Rows) -> Transport:
-        device_NK = x.ids // (cfg.moe.num_experts // layout.size("ep"))  # P for no expert
-        wanted_NP = jnp.any(device_NK[:, :, None] == jnp.arange(layout.size("ep")), axis=1)
-        return MAKERS[layout.transport](wanted_NP, "ep", min(wanted_NP.shape[1], cfg.moe.top_k), layout.capacity)
-
-    @jax.checkpoint
-    def step(arrived: Rows, now_and_next: tuple[Rows, Rows]):
-        now, after = now_and_next
-        coming = _arrivals(exchange(after), after, cfg, layout)
-        here = exchange(now)
-        y_NL = here.combine(apply_experts(experts, arrived, cfg.moe.num_experts // layout.size("ep"), cfg))
-        return coming, (y_NL, _dropped(here.sent_NP, now.ids, cfg.moe.num_experts // layout.size("ep")))
+    def worked(arrived: Rows) -> jax.Array:
+        return apply_experts(experts, arrived, local, cfg)
 
     nothing = Rows(
         jnp.zeros_like(x.x[:1]), jnp.full_like(x.ids[:1], cfg.moe.num_experts), jnp.zeros_like(x.weights[:1])
     )
-    after = jax.tree.map(lambda a, last: jnp.concatenate([a[1:], last]), x, nothing)
-    first = jax.tree.map(lambda a: a[0], x)
-    _, (y_CNL, dropped_C) = lax.scan(step, _arrivals(exchange(first), first, cfg, layout), (x, after))
-    return y_CNL, jnp.sum(dropped_C)
+    alone = len(x.x) == 1
+    more = x if alone else jax.tree.map(lambda a, none: jnp.concatenate([a, none]), x, nothing)
+    # Of all chunks at once: within the loop, asking how much comes would take the place of sending it.
+    made, counts = _transports(more, local, cfg, layout)
+
+    def of(chunk: int, tree: Any) -> Any:
+        return jax.tree.map(lambda a: a[chunk], tree)
+
+    here = _arrivals(of(0, made), of(0, x), local, layout)
+    if alone:
+        return combine(of(0, made), jax.checkpoint(worked)(here), layout.wire)[None], counts
+
+    @jax.checkpoint
+    def step(carry: Any, after: tuple[Rows, Transport]):
+        (arrived, now), (y_ML, before) = carry
+        rows, soon = after
+        coming = _arrivals(soon, rows, local, layout)
+        y_NL = combine(before, y_ML, layout.wire)
+        return ((coming, soon), (worked(arrived), now)), y_NL
+
+    start = (here, of(0, made)), (jnp.zeros_like(here.x), of(-1, made))
+    (_, (y_ML, last)), y_CNL = lax.scan(step, start, jax.tree.map(lambda a: a[1:], (more, made)))
+    return jnp.concatenate([y_CNL[1:], combine(last, y_ML, layout.wire)[None]]), counts
 
 
-def _arrivals(exchange: Transport, x: Rows, cfg: ModelConfig, layout: Layout) -> Rows:
+def _transports(x: Rows, local: int, cfg: ModelConfig, layout: Layout) -> tuple[Transport, dict[str, Any]]:
+    """Of chunks of rows ``[C, N, ...]``, and of all of them what is dropped and how it travels from here."""
+    most = min(layout.size("ep"), cfg.moe.top_k)
+    route = Route("ep", most, layout.capacity, layout.node, twin=layout.platform == "cpu")
+
+    def make(x: Rows) -> tuple[Transport, dict[str, Any]]:
+        wanted_NP = _wanted(x, local, layout)
+        made = MAKERS[layout.transport](wanted_NP, route)
+        widths = row_bytes(x.x, (x.ids, x.weights), layout.wire), row_bytes(x.x)
+        figures = {"asked": asked(wanted_NP), "traffic": traffic(made, "ep", wanted_NP, *widths)}
+        return made, {"dropped": _dropped(made.sent_NP, x.ids, local), "exchange": figures}
+
+    # To tell nodes what is for whom takes a ragged exchange, of which JAX makes no batch.
+    made, counts = lax.map(make, x)
+    return made, jax.tree.map(lambda a_C: jnp.sum(a_C, axis=0, dtype=a_C.dtype), counts)
+
+
+def _wanted(x: Rows, local: int, layout: Layout) -> jax.Array:
+    """Which tokens have experts on which devices, `local` on each: bool ``[N, P]``."""
+    return jnp.any((x.ids // local)[:, :, None] == jnp.arange(layout.size("ep")), axis=1)  # P for no expert
+
+
+def _arrivals(made: Transport, x: Rows, local: int, layout: Layout) -> Rows:
     """The rows that come to this device, experts counted from its first; what is another's has no expert here."""
-    local = cfg.moe.num_experts // layout.size("ep")
     # Zeros arrive in empty slots: expert i travels as i + 1.
-    ids_MK = exchange.dispatch(x.ids + 1) - 1 - lax.axis_index("ep") * local
-    ids_MK = jnp.where((ids_MK >= 0) & (ids_MK < local), ids_MK, local)
-    return Rows(exchange.dispatch(x.x), ids_MK, exchange.dispatch(x.weights))
+    x_ML, (ids_MK, weights_MK) = dispatch(made, x.x, (x.ids + 1, x.weights), layout.wire)
+    ids_MK = ids_MK - 1 - lax.axis_index("ep") * local
+    return Rows(x_ML, jnp.where((ids_MK >= 0) & (ids_MK < local), ids_MK, local), weights_MK)
 
 
 def _dropped(sent_NP: jax.Array, ids_NK: jax.Array, local: int) -> jax.Array:

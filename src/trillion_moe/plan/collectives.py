@@ -7,133 +7,90 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import Counter
 
 import numpy as np
 from jax.sharding import Mesh
+
+from trillion_moe.plan.hlo import Instruction, array_bytes, computations, turns
+from trillion_moe.plan.overlap import Program, Work
 
 KINDS = (
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
 )  # fmt: skip
-_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "c64": 8, "token": 0} | {
-    f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)
-}
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][\w-]*)\(")
-_ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """count: how often it runs in one step. bytes: what all its runs give to one device, largest: the greatest single
-    run. axes: "" if not a mesh's."""
+    """count: how often it runs in one step. bytes: what all its runs give to one device, largest: the greatest array
+    of a run, which may give several. axes: "part of" them for groups within, "" if not a mesh's.
+
+    asynchronous: runs that are begun in one place and awaited in another. overlapped: those of them between whose
+    beginning and end the device multiplies matrices or runs kernels; hidden_bytes: what these give. hidden_flops: of
+    the products of matrices between, without those within kernels; see `plan.overlap`.
+    """
 
     kind: str
     axes: str
     count: int
     bytes: int
     largest: int
+    asynchronous: int = 0
+    overlapped: int = 0
+    hidden_bytes: int = 0
+    hidden_flops: int = 0
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
     """Sums by kind and mesh axes, the most bytes first. ValueError for what is not known here."""
-    computations = _computations(text)
-    turns = _turns(computations)
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    largest: Counter[tuple[str, str]] = Counter()
-    for name, lines in computations.items():
-        for line in lines:
-            found = _INSTRUCTION.match(line)
-            kind = found[2].removesuffix("-start") if found else ""
-            if found is None or kind not in KINDS:
+    lines = computations(text)
+    times, program = turns(lines), Program(lines)
+    found: dict[tuple[str, str], Collective] = {}
+    for name in lines:
+        for one in program.instructions(name):
+            kind = one.opcode.removesuffix("-start")
+            if kind not in KINDS:
                 continue
-            if not turns[name]:
-                raise ValueError(f"nothing seems to call {name}, which has {line.strip()[:200]}")
-            key, size = (kind, _axes(line, mesh)), _result_bytes(found[1], found[2])
-            counts[key] += turns[name]
-            sizes[key] += turns[name] * size
-            largest[key] = max(largest[key], size)
-    rows = [Collective(*key, counts[key], sizes[key], largest[key]) for key in counts]
-    return sorted(rows, key=lambda row: -row.bytes)
+            if not times[name]:
+                raise ValueError(f"nothing seems to call {name}, which has {one.line.strip()[:200]}")
+            key = kind, _axes(one.line, mesh)
+            found[key] = _added(found.get(key, Collective(*key, 0, 0, 0)), one, times[name], program.hidden(name, one))
+    return sorted(found.values(), key=lambda row: -row.bytes)
 
 
-def _computations(text: str) -> dict[str, list[str]]:
-    """Name to lines; the entry's name is "ENTRY"."""
-    found: dict[str, list[str]] = {}
-    name = None
-    for line in text.splitlines():
-        if line.rstrip().endswith("{") and not line.startswith(" ") and " = " not in line.split("(")[0]:
-            name = "ENTRY" if line.startswith("ENTRY") else line.split()[0].lstrip("%")
-            found[name] = []
-        elif line.startswith("}"):
-            name = None
-        elif name is not None:
-            found[name].append(line)
-    return found
+def _added(row: Collective, one: Instruction, runs: int, hidden: Work | None) -> Collective:
+    sizes = _result_bytes(one.shape, one.opcode)
+    size = sum(sizes)
+    return dataclasses.replace(
+        row,
+        count=row.count + runs,
+        bytes=row.bytes + runs * size,
+        largest=max(row.largest, *sizes),
+        asynchronous=row.asynchronous + runs * (hidden is not None),
+        overlapped=row.overlapped + runs * bool(hidden),
+        hidden_bytes=row.hidden_bytes + runs * size * bool(hidden),
+        hidden_flops=row.hidden_flops + runs * (hidden.flops if hidden else 0),
+    )
 
 
-_CALLS = re.compile(
-    r"(?:body|calls|to_apply|called_computations|(?:branch|true|false)_computations?)"
-    r"=\{?(%?[\w.-]+(?:, ?%?[\w.-]+)*)\}?"
-)
-_TRIPS = re.compile(r'known_trip_count":?\{"n":"(\d+)"')
-
-
-def _turns(computations: dict[str, list[str]]) -> Counter[str]:
-    """How often each computation runs. A branch counts as taken, a loop of unknown length as one turn."""
-    calls: dict[str, Counter[str]] = {name: Counter() for name in computations}
-    for name, lines in computations.items():
-        for line in lines:
-            trips = _TRIPS.search(line)
-            for group in _CALLS.findall(line):
-                for callee in group.replace("%", "").replace(" ", "").split(","):
-                    if callee in computations:
-                        calls[name][callee] += int(trips[1]) if trips else 1
-    order: list[str] = []
-    seen: set[str] = set()
-
-    def visit(name: str) -> None:
-        if name not in seen:
-            seen.add(name)
-            for callee in calls[name]:
-                visit(callee)
-            order.append(name)
-
-    visit("ENTRY")
-    turns: Counter[str] = Counter({"ENTRY": 1})
-    for name in reversed(order):
-        for callee, times in calls[name].items():
-            turns[callee] += turns[name] * times
-    return turns
-
-
-def _result_bytes(shape: str, opcode: str) -> int:
-    """Of what one run gives to a device; of a ragged exchange the room for it.
+def _result_bytes(shape: str, opcode: str) -> list[int]:
+    """Of each array that one run gives to a device; of a ragged exchange the room for it.
 
     An asynchronous start has its operands in front of its results, a permutation numbers of its own behind them.
     """
-    arrays = [_bytes_of(kind) * math.prod(map(int, filter(None, d.split(",")))) for kind, d in _ARRAY.findall(shape)]
+    sizes = array_bytes(shape)
     match opcode:
         case "collective-permute-start":
-            arrays = arrays[1:2]
+            sizes = sizes[1:2]
         case "ragged-all-to-all-start":
-            arrays = arrays[-1:]
+            sizes = sizes[-3:-2] if "u32[]" in shape else sizes[-1:]
         case "all-gather-start" | "all-to-all-start" | "reduce-scatter-start" | "collective-broadcast-start":
-            arrays = arrays[len(arrays) // 2 :]
-    return int(sum(arrays))
-
-
-def _bytes_of(dtype: str) -> int | float:
-    if dtype.startswith("f8"):
-        return 1
-    if dtype not in _BYTES:
-        raise ValueError(f"the size of XLA's {dtype} is not known here")
-    return _BYTES[dtype]
+            sizes = sizes[len(sizes) // 2 :]
+    return sizes
 
 
 def _axes(line: str, mesh: Mesh) -> str:
-    """The mesh axes over which a collective's groups lie, as "ep" or "ep tp"."""
+    """The mesh axes over which a collective's groups lie, as "ep" or "ep tp"; "part of ep" if only within them."""
     groups = _groups(line, mesh.devices.size)
     names = [axis for axis, size in mesh.shape.items() if size > 1]
     places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
@@ -142,8 +99,11 @@ def _axes(line: str, mesh: Mesh) -> str:
             inner = [mesh.axis_names.index(axis) for axis in chosen]
             outer = [i for i in range(places.ndim) if i not in inner]
             expected = places.transpose(*outer, *inner).reshape(-1, math.prod(mesh.shape[axis] for axis in chosen))
-            if groups == {frozenset(group) for group in expected.tolist()}:
+            whole = {frozenset(group) for group in expected.tolist()}
+            if groups == whole:
                 return " ".join(chosen)
+            if all(any(group <= all_of_them for all_of_them in whole) for group in groups):
+                return f"part of {' '.join(chosen)}"
     return ""
 
 

@@ -65,5 +65,8 @@ def _said(plan: dict[str, Any], compiled: Compiled) -> str:
     ]
     for row in compiled.collectives:
         where = row.axes or "(not along mesh axes)"
-        lines.append(f"  {row.kind:19} over {where:10} {row.count:8,} times, {row.bytes / 1e9:10.2f} GB")
+        lines.append(
+            f"  {row.kind:19} over {where:10} {row.count:8,} times, {row.bytes / 1e9:10.2f} GB, "
+            f"{row.hidden_bytes / max(row.bytes, 1):4.0%} of it hidden"
+        )
     return "\n".join(lines)

@@ -11,6 +11,7 @@ import optax
 
 from trillion_moe import aot
 from trillion_moe.blueprint import is_spec
+from trillion_moe.compiler import OPTIONS
 from trillion_moe.config import ModelConfig
 from trillion_moe.meshes.chips import Chip, Gpu
 from trillion_moe.meshes.machine import Machine, compiled_for
@@ -69,7 +70,9 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     step = jax.jit(partial(train_step, optimizer, remat=config.train.remat), donate_argnums=(0, 2))
     with using(dict.fromkeys(IMPLEMENTATIONS, _platform(chip))):  # a platform chooses its own only where it is there
         try:
-            compiled = aot.compile_over(chip, layout.mesh, step, *arguments, options=_options(chip, arguments)).compiled
+            compiled = aot.compile_over(
+                chip, layout.mesh, step, *arguments, options=_options(chip, arguments) or None
+            ).compiled
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what does not fit
             raise aot.AotError(f"the compiler of {mesh.name} refuses this step: {str(error)[:500]}") from error
     memory = compiled.memory_analysis()
@@ -113,13 +116,18 @@ def _batch(layout: Layout, rows: int, tokens: int) -> dict[str, Any]:
     return {name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where) for name, dtype in dtypes.items()}
 
 
-def _options(chip: Chip, arguments: Any) -> dict[str, Any] | None:
-    """Without a device XLA gives a GPU's program four fifths of its memory; with this, `SHARE` of it."""
+def _options(chip: Chip, arguments: Any) -> dict[str, Any]:
+    """As the step is compiled to be run, but for what stands in the way of asking about it.
+
+    A TPU's gathers stay off its sparse cores: libtpu (of jaxlib 0.10.2) cannot give the text of a program with them
+    there. And without a device XLA gives a GPU's program four fifths of its memory, with this `SHARE` of it.
+    """
+    options = dict(OPTIONS.get(_platform(chip), {}))
     if not isinstance(chip, Gpu):
-        return None
+        return options | {"xla_tpu_offload_gather_to_sparsecore": False}
     held = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arguments))
     assumed, wanted = (share * chip.facts.hbm_bytes - held for share in (0.8, SHARE))
-    return {"xla_gpu_memory_limit_slop_factor": round(100 * wanted / assumed)} if assumed > 0 else None
+    return options | ({"xla_gpu_memory_limit_slop_factor": round(100 * wanted / assumed)} if assumed > 0 else {})
 
 
 def _platform(chip: Chip) -> str:

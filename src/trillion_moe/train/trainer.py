@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.compiler import jitted
 from trillion_moe.config import ModelConfig
 from trillion_moe.data.examples import Examples
 from trillion_moe.data.loader import Batch, Batches, Loader
@@ -26,8 +27,9 @@ from trillion_moe.programs import gradients as _gradients
 from trillion_moe.programs import over_all
 from trillion_moe.programs import update as _update
 from trillion_moe.run_config import RunConfig, RunConfigError
-from trillion_moe.sharding import Layout, check_batch, put
+from trillion_moe.sharding import Layout, check_batch, put, relaid
 from trillion_moe.train import checkpoints
+from trillion_moe.train.capacity import Capacity
 from trillion_moe.train.report import NoReport, Report
 from trillion_moe.transforms import combine, partition
 from trillion_moe.transforms.segments import restack
@@ -76,6 +78,7 @@ class Trainer:
         self.lr = schedule(config.optimizer, self.total)
         self.opt_state = over_all(self.optimizer.init(self.trainable), self.layout)
         self.step, self.tokens, self.stale = 0, 0, 0
+        self.capacity = Capacity.of(self.layout)
         self.best: float | None = None
         self.best_step: int | None = None
         self.saved_step: int | None = None
@@ -125,12 +128,23 @@ class Trainer:
         seconds = time.perf_counter() - began
         found |= {"lr": float(np.asarray(self.lr(self.step - 1))), "tokens": count, "tokens_per_s": count / seconds}
         found |= self._dropped(metrics)
+        self._follow(metrics)
         counts = metrics.get("expert_counts")
         report.line("train", self.step, found, None if counts is None else whole(counts))
         if self.held_out is not None and (last or _due(self.step, t.eval_every)):
             report.line("eval", self.step, self._evaluated())
         if last or _due(self.step, t.save_every) or self.best_step == self.step or self._is_stale():
             self.save()
+
+    def _follow(self, metrics: Mapping[str, Any]) -> None:
+        """The next update's capacity, where it follows what was asked for; another is another program."""
+        if self.capacity is None or self.layout is None or "exchange" not in metrics:
+            return
+        now = self.capacity.seen(whole(metrics["exchange"]["asked"]))
+        if now != self.layout.capacity:
+            self.layout = dataclasses.replace(self.layout, capacity=now)
+            parts = self.trainable, self.frozen, self.opt_state
+            self.trainable, self.frozen, self.opt_state = (relaid(part, self.layout) for part in parts)
 
     def _window(self) -> tuple[Any, Any, list[Pass]]:
         """Summed gradients and sums of the next `accumulate` batches, fewer at the end of the data."""
@@ -155,7 +169,7 @@ class Trainer:
         first would wait for the others inside of it, where nobody can say for whom."""
         if self.processes.count > 1:
             leaves, treedef = jax.tree.flatten(shaped)
-            program = f, treedef, tuple(leaf.shape for leaf in leaves)
+            program = f, self.layout, treedef, tuple(leaf.shape for leaf in leaves)
             if program not in self._compiled:
                 f.lower(*args, **static).compile()
                 self.processes.wait("compile")
@@ -186,11 +200,12 @@ class Trainer:
         found = {"loss": loss, "accuracy": correct / tokens, "best": self.best}
         return found | self._dropped({"dropped": dropped})
 
-    def _dropped(self, sums: Mapping[str, Any]) -> dict[str, int]:
-        """Assignments that no expert was given; nothing where none can be dropped."""
+    def _dropped(self, sums: Mapping[str, Any]) -> dict[str, int | float]:
+        """Assignments that were over the capacity, and so no expert was given; nothing where none can be dropped."""
         if self.layout is None or self.layout.capacity is None:
             return {}
-        return {"dropped_assignments": int(sums.get("dropped", 0))}
+        found: dict[str, int | float] = {"dropped_assignments": int(sums.get("dropped", 0))}
+        return found if self.capacity is None else found | {"capacity": self.layout.capacity}
 
     def _is_stale(self) -> bool:
         return self.config.train.patience is not None and self.stale >= self.config.train.patience
@@ -285,7 +300,7 @@ def _suspects(passes: Sequence[Pass]) -> str:
     return ", ".join(str(line) for lines in bad for line in lines)
 
 
-@jax.jit
+@jitted
 def _evaluation(trainable: Any, frozen: Any, batch: Any) -> tuple[Any, ...]:
     """Sums: loss, counted targets, those that were the argmax, dropped assignments."""
     total, sums = loss_sum(combine(trainable, frozen), batch, remat=False)

@@ -1,0 +1,45 @@
+"""What XLA is told where steps are compiled: to work while devices talk, where it does not by itself."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "gpu": {
+        # Without, what a collective brings is awaited right after it was asked for.
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # One at a time by default: a chunk that goes out, one that comes back and sizes would share one kernel's time.
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    },
+}
+"""By platform, as `jax.default_backend` names it. A TPU's compiler schedules so by itself."""
+
+
+class Jitted:
+    """`jax.jit` of f with the options of the platform there is, which is looked for when it is first needed.
+
+    how: as of `jax.jit`.
+    """
+
+    def __init__(self, f: Callable, **how: Any):
+        self._f, self._how = f, how
+        functools.update_wrapper(self, f)
+
+    @functools.cached_property
+    def _program(self) -> Any:
+        options = dict(OPTIONS.get(jax.default_backend(), {})) or None
+        return jax.jit(self._f, compiler_options=options, **self._how)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._program(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit` of it would."""
+        return self._program.lower(*args, **kwargs)
+
+
+def jitted(f: Callable, **how: Any) -> Jitted:
+    """f as a `Jitted`; a decorator."""
+    return Jitted(f, **how)
