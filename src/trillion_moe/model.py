@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trillion_moe.balance import BalanceConfig
 from trillion_moe.blueprint import Spec, constant, normal, stack
 from trillion_moe.config import ModelConfig
+from trillion_moe.layers.balance import LOSS, Balancing, asked_axes
 from trillion_moe.layers.block import Block, Context, LayerSpec
 from trillion_moe.layers.depth import Run, attention_residuals, residual_stream
 from trillion_moe.layers.mla import MLACache
@@ -237,8 +239,9 @@ def embed(model: Model, tokens_BT, features: Features | None = None, segments_BT
 
 
 def trunk(
-    model: Model, x_BTD, segments_BT=None, caches: Caches | None = None, *, remat: bool = False, tracing: bool = False
-) -> tuple[jax.Array, Any, list[Any], tuple[jax.Array, Any]]:
+    model: Model, x_BTD, segments_BT=None, caches: Caches | None = None, *, remat: bool = False, tracing: bool = False,
+    asked: Balancing | None = None,
+) -> tuple[jax.Array, Any, list[Any], tuple[jax.Array, Any]]:  # fmt: skip
     """Embeddings to final hidden states, for rows whose padding stands at the end.
 
     -> hidden ``[B, T, D]`` after the final norm, caches (None if none given), aux per layer, final mix ``[B, T, D]``.
@@ -249,6 +252,7 @@ def trunk(
         raise ValueError("remat recomputes for gradients; with caches there are none to take")
     run = Run(cfg, tuple(s.repeats for s in model.plan), tracing=tracing, remat=remat)
     ctx, caches, fits_B = _context(x_BTD.shape[:2], segments_BT, caches, model.layout)
+    ctx = dataclasses.replace(ctx, asked=asked)
     layers = None if caches is None else caches.layers
     if cfg.attn_res_block is None:
         x_BTD, layers, aux = residual_stream(model.segments, x_BTD, ctx, layers, run)
@@ -352,13 +356,17 @@ def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple
     return total / metrics["tokens"], metrics | {"accuracy": correct / metrics["tokens"]}
 
 
-def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss_sum(
+    model: Model, batch: Mapping[str, Any], *, remat: bool = True, balance: BalanceConfig | None = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sum of the next-token cross-entropies of the counted targets, float32, and sums that add up over batches.
 
     batch: ``tokens`` int32 [B, T]; optional ``segments`` int32 [B, T], ``loss_mask`` bool [B, T], ``images`` ImageBatch
     (placeholders expanded). metrics: ``tokens`` (targets counted, int32), ``correct`` (those that were the argmax),
     ``expert_counts`` int32 [MoE layers, E], ``dropped`` int32 (assignments that no expert was given, for want of room
-    on the wire). remat: recompute layers in the backward pass instead of keeping their intermediates.
+    on the wire). remat: recompute layers in the backward pass instead of keeping their intermediates. balance: what is
+    done so that experts are given alike; with its sequence loss this is in the sum, and in the metrics as
+    ``sequence_loss`` (of all layers); for its quantiles there is ``shortfall_histogram`` int32 [MoE layers, E, bins].
     """
     rows = Compaction.of(batch.get("segments"))
     by_token = {k: batch[k] for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
@@ -366,7 +374,8 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
     targets_BT, counted_BT = next_token_targets(model, batch)
     features = image_features(model, batch.get("images"))
     x_BTD = embed(model, batch["tokens"], features, batch.get("segments"))
-    hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
+    asked = Balancing.of(balance, batch.get("segments"), counted_BT)
+    hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat, asked=asked)
     total, correct = cross_entropy(_head(model), hidden_BTD, targets_BT, counted_BT, model.layout)
     moe = [layer for layer in aux if "expert_counts" in layer]
     counts = [layer["expert_counts"] for layer in moe]
@@ -376,4 +385,8 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
             "expert_counts": jnp.stack(counts),
             "dropped": jnp.sum(jnp.stack([layer["dropped"] for layer in moe])),
         }
+        metrics |= {name: jnp.stack([layer[name] for layer in moe]) for name in asked_axes(asked)}
+        if LOSS in metrics:
+            metrics[LOSS] = jnp.sum(metrics[LOSS])
+            total = total + metrics[LOSS]
     return total, metrics

@@ -12,6 +12,7 @@ from jax import lax
 from trillion_moe.blueprint import Spec, constant, normal
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, tap_into
+from trillion_moe.layers.balance import Balancing, answers, asked_axes
 from trillion_moe.layers.exchange import MAKERS, Transport
 from trillion_moe.layers.mlp import GatedMLP, activation_of
 from trillion_moe.layers.norm import rms_norm
@@ -67,9 +68,11 @@ class MoE(nnx.Module):
         self.latent_up = Spec((latent, d), dtype, ("latent", "embed"), std) if latent else None
 
     def __call__(
-        self, x_BTD: jax.Array, real_BT: jax.Array, cfg: ModelConfig, layout: Layout | None = None, tap: Tap = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """-> output ``[B, T, D]``, ``expert_counts`` int32 [E] (real tokens given to each expert) and ``dropped``.
+        self, x_BTD: jax.Array, real_BT: jax.Array, cfg: ModelConfig, layout: Layout | None = None, tap: Tap = None,
+        asked: Balancing | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+        """-> output ``[B, T, D]``, ``expert_counts`` int32 [E] (real tokens given to each expert), ``dropped``, and
+        what is asked for.
 
         dropped: int32, assignments of real tokens to experts that their transport had no room for. Padding is never
         routed: it is in no group, no count, and its routed output is 0.
@@ -79,10 +82,14 @@ class MoE(nnx.Module):
         routed = island(
             layout,
             partial(_routed, cfg=cfg, layout=layout),
-            (dims(), bank, tokens, tokens, dims("batch", "time")),
-            (tokens, dims(), {"router_ids": tokens, "router_weights": tokens, "router_logits": tokens}),
+            (dims(), bank, tokens, tokens, dims("batch", "time"), dims("batch", None)),
+            (
+                tokens,
+                {"expert_counts": dims(), "dropped": dims()} | asked_axes(asked),
+                {"router_ids": tokens, "router_weights": tokens, "router_logits": tokens},
+            ),
         )
-        routed_BTL, counts, taps = routed(self.router, self.experts, x_BTD, z_BTL, real_BT)
+        routed_BTL, counts, taps = routed(self.router, self.experts, x_BTD, z_BTL, real_BT, asked)
         tap_into(tap, **{name: a.reshape(-1, a.shape[-1]) for name, a in taps.items()})
         tap_into(tap, latent_in=_flat(z_BTL), latent_sum=_flat(routed_BTL))
         if self.latent_norm is not None:
@@ -109,7 +116,10 @@ def _flat(x_BTN: jax.Array) -> jax.Array:
     return x_BTN.reshape(-1, x_BTN.shape[-1])
 
 
-def _routed(router: Router, experts: Experts, x_BTD, z_BTL, real_BT, *, cfg: ModelConfig, layout: Layout | None):
+def _routed(
+    router: Router, experts: Experts, x_BTD, z_BTL, real_BT, asked: Balancing | None, *, cfg: ModelConfig,
+    layout: Layout | None,
+):  # fmt: skip
     """Tokens of one device through experts wherever they are -> sums ``[B, T, L]``, counts, what the router said."""
     e, shape = cfg.moe.num_experts, z_BTL.shape
     x_ND, z_NL, real_N = _flat(x_BTD), _flat(z_BTL), real_BT.reshape(-1)
@@ -123,7 +133,8 @@ def _routed(router: Router, experts: Experts, x_BTD, z_BTL, real_BT, *, cfg: Mod
         counts_E = lax.psum(counts_E, TOKENS)
     taps = {"router_ids": ids_NK, "router_weights": weights_NK, "router_logits": logits_NE}
     taps = {name: a.reshape(*shape[:2], -1) for name, a in taps.items()}
-    return y_NL.reshape(shape), {"expert_counts": counts_E, "dropped": dropped}, taps
+    counts = {"expert_counts": counts_E, "dropped": dropped} | answers(asked, router, logits_NE, real_N, cfg, layout)
+    return y_NL.reshape(shape), counts, taps
 
 
 def _over_devices(experts: Experts, z_NL, ids_NK, weights_NK, cfg: ModelConfig, layout: Layout):

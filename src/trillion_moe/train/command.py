@@ -22,7 +22,7 @@ from trillion_moe.data.report import decode_marked, statistics
 from trillion_moe.data.rows import DataError, read_rows
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Model
-from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
+from trillion_moe.run_config import RunConfig, RunConfigError, check_balance, load_run_config, to_json
 from trillion_moe.train.report import picture
 from trillion_moe.train.trainer import Trainer, check_rows, count_updates, rows_of_a_pass
 from trillion_moe.transforms import add_lora, count_by_group, partition
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     print(statistics(train), file=sys.stderr)
     layout = None if config.mesh is None else layout_of(config.mesh)
     check_rows(config, cfg, layout, (train, held_out))
+    check_balance(config, cfg)
     model = _adapted(load(config.model, dtype=config.dtype, mesh=layout), config)
     if args.dry_run:
         _describe(model, config, train, processor)

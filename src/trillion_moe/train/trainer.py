@@ -13,20 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trillion_moe.balance import BalanceConfig
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.config import ModelConfig
 from trillion_moe.data.examples import Examples
 from trillion_moe.data.loader import Batch, Batches, Loader
+from trillion_moe.layers.balance import LOSS
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Model, bucket, least_tokens, loss_sum
 from trillion_moe.optimizer import check_eps, make_optimizer, schedule
-from trillion_moe.run_config import RunConfig, RunConfigError
+from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
 from trillion_moe.sharding import Layout, check_batch, put
-from trillion_moe.steps import grad_step, update_step
+from trillion_moe.steps import balance_step, grad_step, update_step
 from trillion_moe.train import checkpoints
 from trillion_moe.train.report import Report
 from trillion_moe.transforms import combine, partition
 from trillion_moe.transforms.dropout import drop_inputs
+from trillion_moe.transforms.targets import is_bias
 
 
 class NotFiniteError(FloatingPointError):
@@ -60,6 +63,7 @@ class Trainer:
         self.layout = model.layout
         self.config, self.output = config, Path(config.output)
         check_rows(config, model.config, self.layout, (train, held_out))
+        check_balance(config, model.config)
         self.trainable, self.frozen = partition(model, trainable="all" if config.lora is None else "lora")
         rows = rows_of_a_pass(config, self.layout)
         self.loader = _loader(train, config, rows, seed=config.seed, epochs=None if t.steps else t.epochs)
@@ -108,6 +112,9 @@ class Trainer:
                 f"update {self.step + 1}: loss {found['loss']}, gradient norm {found['grad_norm']}, over lines "
                 f"{_suspects(passes)} of {self.config.data}; nothing was updated, the last checkpoint stands"
             )
+        if t.balance is not None:
+            self.frozen = _balanced(t.balance, self.frozen, metrics)
+            found |= {name: float(metrics[name]) for name in (LOSS,) if name in metrics}
         count, self.step = int(metrics["tokens"]), self.step + 1
         self.tokens += count
         seconds = time.perf_counter() - began
@@ -132,8 +139,9 @@ class Trainer:
             key = jax.random.fold_in(jax.random.key(self.config.seed), number)
             t = self.config.train
             new = _gradients(
-                self.trainable, self.frozen, on_devices(batch, self.layout), key, remat=t.remat, dropout=t.dropout
-            )
+                self.trainable, self.frozen, on_devices(batch, self.layout), key, remat=t.remat, dropout=t.dropout,
+                balance=t.balance,
+            )  # fmt: skip
             passes.append((_lines(batch), new[1]["loss"]))
             grads, sums = new if grads is None else _add(grads, sums, new)
         return grads, sums, passes
@@ -176,8 +184,8 @@ class Trainer:
         saved = {saved.step: saved for saved in checkpoints.found(self.output)}
         if self.best_step not in saved:
             raise CheckpointError(self.output, [f"the checkpoint of update {self.best_step}, the best one, is gone"])
-        trainable, _ = checkpoints.restore(saved[self.best_step], (self.trainable, self.opt_state))
-        return Result(combine(trainable, self.frozen), self.best_step)
+        self._restore(saved[self.best_step])
+        return Result(combine(self.trainable, self.frozen), self.best_step)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -188,9 +196,19 @@ class Trainer:
         names = ("step", "tokens", "best", "best_step", "stale")
         state = {name: getattr(self, name) for name in names} | {"data": self.batches.get_state()}
         state["config"] = comparable(self.config)
-        arrays = (self.trainable, self.opt_state)
-        checkpoints.save(self.output, arrays, state, keep=self.config.train.keep, best=self.best_step)
+        checkpoints.save(self.output, self._arrays(), state, keep=self.config.train.keep, best=self.best_step)
         self.saved_step = self.step
+
+    def _arrays(self) -> tuple[Any, ...]:
+        """All that updates change: what is trained, the optimizer's state, and biases of routers where they move."""
+        if self.config.train.balance is None:
+            return self.trainable, self.opt_state
+        return self.trainable, self.opt_state, partition(self.frozen, trainable=is_bias)[0]
+
+    def _restore(self, saved: checkpoints.Saved) -> None:
+        self.trainable, self.opt_state, *biases = checkpoints.restore(saved, self._arrays())
+        if biases:
+            self.frozen = combine(biases[0], partition(self.frozen, trainable=is_bias)[1])
 
     def _resume(self) -> None:
         saved = checkpoints.found(self.output)
@@ -202,7 +220,7 @@ class Trainer:
         ):
             was = ", ".join(f"{k} was {latest.state['config'].get(k)!r}, is {ours.get(k)!r}" for k in different)
             raise RunConfigError(f"{self.output} holds a run of another configuration: {was}; choose another output")
-        self.trainable, self.opt_state = checkpoints.restore(latest, (self.trainable, self.opt_state))
+        self._restore(latest)
         for name in ("step", "tokens", "best", "best_step", "stale"):
             setattr(self, name, latest.state[name])
         self.batches.set_state(latest.state["data"])
@@ -241,13 +259,16 @@ def _suspects(passes: Sequence[Pass]) -> str:
 # What is compiled, once for all runs of a process that have one shape.
 
 
-@partial(jax.jit, static_argnames=("remat", "dropout"))
-def _gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat: bool, dropout: float):
+@partial(jax.jit, static_argnames=("remat", "dropout", "balance"))
+def _gradients(
+    trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat: bool, dropout: float,
+    balance: BalanceConfig | None,
+):  # fmt: skip
     """`grad_step` under dropout, which is part of the function that is differentiated."""
     if not dropout:
-        return grad_step(trainable, frozen, batch, remat=remat)
+        return grad_step(trainable, frozen, batch, remat=remat, balance=balance)
     dropped, back = jax.vjp(lambda t: drop_inputs(t, key, dropout), trainable)
-    grads, sums = grad_step(dropped, frozen, batch, remat=remat)
+    grads, sums = grad_step(dropped, frozen, batch, remat=remat, balance=balance)
     return back(grads)[0], sums
 
 
@@ -263,6 +284,7 @@ def _add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
     return jax.tree.map(jnp.add, (grads, sums), new)
 
 
+_balanced = partial(jax.jit, static_argnums=0)(balance_step)
 _update = partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))(update_step)
 
 

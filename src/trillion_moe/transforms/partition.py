@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from trillion_moe.transforms.targets import Place, is_weight, places
+from trillion_moe.transforms.targets import Place, is_bias, is_weight, places
 from trillion_moe.weights import LoRA
 
 Trainable = Literal["lora", "all"] | Callable[[str], bool]
@@ -51,7 +51,7 @@ def _wanted(model: Any, trainable: Trainable) -> list[bool]:
         return [_agreed(place, trainable) for place in places(model, inside=True)[0]]
     match trainable:
         case "all":
-            return [not p.names[0].endswith("router.bias") for p in places(model, inside=True)[0]]
+            return [not is_bias(p.names[0]) for p in places(model, inside=True)[0]]
         case "lora":
             return [flag for w in jax.tree.leaves(model, is_leaf=is_weight) for flag in _adapter_arrays(w)]
     raise ValueError(f"trainable = {trainable!r}: legal is 'lora', 'all' or a function of an array's name")

@@ -97,6 +97,11 @@ def _place(plan, starts: list[list[int]], path: list, leaf: Any) -> Place:
     return Place(tuple(f"layers.{i}.{tail}" for i in layers), layers, tuple(starts[s]), group, leaf)
 
 
+def is_bias(name: str) -> bool:
+    """Of an array's name, whether it is a router's bias, which no gradient trains."""
+    return name.endswith("ffn.router.bias")
+
+
 def moe_layers(model: Any) -> tuple[int, ...]:
     """The layers with routed experts, in order: the rows of ``metrics["expert_counts"]``."""
     return tuple(sorted({i for p in places(model)[0] if p.group == "routed_experts" for i in p.layers}))
