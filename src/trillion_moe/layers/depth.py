@@ -152,7 +152,10 @@ def bank_remat(segments: Segments, bank_NBTD, ctx: Context, run: Run):
 def _of_loss(ct_aux: dict[str, Any]) -> Any:
     """The cotangent of a layer's balance loss, None where it has none."""
     ct = ct_aux.get(LOSS)
-    return jnp.zeros_like(ct) if isinstance(ct, SymbolicZero) else ct
+    if not isinstance(ct, SymbolicZero):
+        return ct
+    zero: Any = ct.aval
+    return jnp.zeros(zero.shape, zero.dtype)
 
 
 @jax.tree_util.register_static

@@ -16,7 +16,7 @@ from trillion_moe.layers.balance import Balancing, answers, asked_axes
 from trillion_moe.layers.exchange import MAKERS, Transport
 from trillion_moe.layers.mlp import GatedMLP, activation_of
 from trillion_moe.layers.norm import rms_norm
-from trillion_moe.layers.router import Router
+from trillion_moe.layers.router import Router, in_bank
 from trillion_moe.ops import accumulator, dot, grouped_dot, grouped_glu
 from trillion_moe.sharding import TOKENS, Layout, axes_like, dims, island
 
@@ -126,15 +126,17 @@ def _routed(
     ids_NK, weights_NK, logits_NE = router(x_ND, cfg)
     wanted_NK = jnp.where(real_N[:, None], ids_NK, e)
     counts_E = jnp.sum(wanted_NK.reshape(-1, 1) == jnp.arange(e), axis=0, dtype=jnp.int32)
+    reports = answers(asked, router, logits_NE, real_N, cfg, layout)
+    wanted_NK, cfg = in_bank(router, wanted_NK, cfg)
     if layout is None:
-        y_NL, dropped = apply_experts(experts, Rows(z_NL, wanted_NK, weights_NK), e, cfg), jnp.zeros((), jnp.int32)
+        rows = Rows(z_NL, wanted_NK, weights_NK)
+        y_NL, dropped = apply_experts(experts, rows, cfg.moe.num_experts, cfg), jnp.zeros((), jnp.int32)
     else:
         y_NL, dropped = _over_devices(experts, z_NL, wanted_NK, weights_NK, cfg, layout)
         counts_E = lax.psum(counts_E, TOKENS)
     taps = {"router_ids": ids_NK, "router_weights": weights_NK, "router_logits": logits_NE}
     taps = {name: a.reshape(*shape[:2], -1) for name, a in taps.items()}
-    counts = {"expert_counts": counts_E, "dropped": dropped} | answers(asked, router, logits_NE, real_N, cfg, layout)
-    return y_NL.reshape(shape), counts, taps
+    return y_NL.reshape(shape), {"expert_counts": counts_E, "dropped": dropped} | reports, taps
 
 
 def _over_devices(experts: Experts, z_NL, ids_NK, weights_NK, cfg: ModelConfig, layout: Layout):

@@ -184,8 +184,8 @@ class Trainer:
         saved = {saved.step: saved for saved in checkpoints.found(self.output)}
         if self.best_step not in saved:
             raise CheckpointError(self.output, [f"the checkpoint of update {self.best_step}, the best one, is gone"])
-        self._restore(saved[self.best_step])
-        return Result(combine(self.trainable, self.frozen), self.best_step)
+        trainable, _, *biases = checkpoints.restore(saved[self.best_step], self._arrays())
+        return Result(combine(trainable, self._with(biases)), self.best_step)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -205,10 +205,9 @@ class Trainer:
             return self.trainable, self.opt_state
         return self.trainable, self.opt_state, partition(self.frozen, trainable=is_bias)[0]
 
-    def _restore(self, saved: checkpoints.Saved) -> None:
-        self.trainable, self.opt_state, *biases = checkpoints.restore(saved, self._arrays())
-        if biases:
-            self.frozen = combine(biases[0], partition(self.frozen, trainable=is_bias)[1])
+    def _with(self, biases: Sequence[Any]) -> Any:
+        """What is frozen, with the biases of a checkpoint that has them."""
+        return combine(biases[0], partition(self.frozen, trainable=is_bias)[1]) if biases else self.frozen
 
     def _resume(self) -> None:
         saved = checkpoints.found(self.output)
@@ -220,7 +219,8 @@ class Trainer:
         ):
             was = ", ".join(f"{k} was {latest.state['config'].get(k)!r}, is {ours.get(k)!r}" for k in different)
             raise RunConfigError(f"{self.output} holds a run of another configuration: {was}; choose another output")
-        self._restore(latest)
+        self.trainable, self.opt_state, *biases = checkpoints.restore(latest, self._arrays())
+        self.frozen = self._with(biases)
         for name in ("step", "tokens", "best", "best_step", "stale"):
             setattr(self, name, latest.state[name])
         self.batches.set_state(latest.state["data"])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from trillion_moe.transforms.targets import Place, is_bias, is_weight, places
-from trillion_moe.weights import LoRA
+from trillion_moe.weights import ARRANGED, LoRA, is_arranged
 
 Trainable = Literal["lora", "all"] | Callable[[str], bool]
 
@@ -20,6 +20,8 @@ def partition(model: Any, *, trainable: Trainable = "lora") -> tuple[Any, Any]:
     array's name (``layers.3.attention.q``, ``layers.3.attention.q.a``), which must say the same of all repeats of a
     stacked array. Integers, packed weights among them, are always frozen. ValueError if nothing is left to train.
     """
+    if is_arranged(model):
+        raise ValueError(f"this model cannot be trained: {ARRANGED}")
     leaves, treedef = jax.tree.flatten(model)
     trained = [_is_float(leaf) and wanted for leaf, wanted in zip(leaves, _wanted(model, trainable), strict=True)]
     if not any(trained):
