@@ -116,7 +116,7 @@ def loads_of(model: Model) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "sizes", "spare"),
     [
-        ("packed, adapters of all, stacked", {"ep": 4}, 1),
+        pytest.param("packed, adapters of all, stacked", {"ep": 4}, 1, marks=pytest.mark.slow),
         pytest.param("packed, adapters of some", {"ep": 2, "tp": 2}, 2, marks=pytest.mark.slow),
         pytest.param("groups", {"ep": 8}, 0, marks=pytest.mark.slow),  # 12 experts in 16 slots
     ],
@@ -135,6 +135,24 @@ def test_an_arranged_model_computes_what_it_did(name: str, sizes: dict[str, int]
     back = restore_experts(arranged)
     assert jax.tree.structure(back) == jax.tree.structure(model)
     jax.tree.map(np.testing.assert_array_equal, back, model)
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 4}, pytest.param({"ep": 2, "tp": 2}, marks=pytest.mark.slow)])
+def test_an_arranged_layer(sizes: dict[str, int]) -> None:
+    """The quick form: one layer, packed, some experts adapted."""
+    model = problem("packed, adapters of some")
+    arranged = arrange_experts(model, plan_experts(loads_of(model), sizes["ep"], spare=1))
+    layout, cfg = Layout.make(sizes, transport="ragged"), model.config
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16, 64)), jnp.float32)
+    layer = jax.jit(lambda moe, layout: moe(hidden, jnp.asarray(REAL), cfg, layout), static_argnums=1)
+    expected, counts = layer(model.segments[1][0].ffn, None)
+    for moe, where in (
+        (arranged.segments[1][0].ffn, None),
+        (place(arranged, layout).segments[1][0].ffn, layout),
+    ):
+        found, chosen = layer(moe, where)
+        np.testing.assert_allclose(np.asarray(found)[REAL], np.asarray(expected)[REAL], rtol=2e-5, atol=2e-5)
+        np.testing.assert_array_equal(chosen["expert_counts"], counts["expert_counts"])
 
 
 def test_copies_share_the_tokens() -> None:
@@ -188,13 +206,13 @@ def test_what_an_arranged_model_is_not_for(tmp_path) -> None:
     adapted = tm.add_lora(model, tm.LoRAConfig(**LORA), jax.random.key(0))
     with pytest.raises(CheckpointError, match="restore_experts first"):
         tm.export_adapter(tmp_path / "adapter", arrange_experts(adapted, plan))
-    with pytest.raises(CheckpointError, match=r"takes no adapter: .* restore_experts first"):
+    with pytest.raises(CheckpointError, match=r"takes no adapter: .*restore_experts first"):
         tm.load_adapter(arranged, tmp_path)
-    with pytest.raises(ValueError, match=r"cannot be trained: .* restore_experts first"):
+    with pytest.raises(ValueError, match=r"cannot be trained: .*restore_experts first"):
         partition(arranged, trainable="all")
-    with pytest.raises(ValueError, match=r"takes no adapter: .* restore_experts first"):
+    with pytest.raises(ValueError, match=r"takes no adapter: .*restore_experts first"):
         tm.add_lora(arranged, tm.LoRAConfig(rank=2), jax.random.key(0))
-    with pytest.raises(ValueError, match=r"cannot be arranged again: .* restore_experts first"):
+    with pytest.raises(ValueError, match=r"cannot be arranged again: .*restore_experts first"):
         arrange_experts(arranged, plan)
     with pytest.raises(ValueError, match="in their own order already"):
         restore_experts(model)
