@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trillion_moe.balance import BalanceConfig
 from trillion_moe.blueprint import Spec, constant, normal, stack
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import pipeline
+from trillion_moe.layers.balance import LOSS, Balancing, asked_axes
 from trillion_moe.layers.block import Block, Context
 from trillion_moe.layers.depth import Run, attention_residuals, residual_stream
 from trillion_moe.layers.mla import MLACache
@@ -177,14 +179,16 @@ def embed(model: Model, tokens_BT, features: Features | None = None, segments_BT
     return pin(model.layout, splice(x_BTD, holds_BT, features), "batch", "time", None)
 
 
-def _on_stages(model: Model, x_RTD, segments_RT) -> tuple[pipeline.Pipe, tuple[Any, ...], pipeline.Grid, Any]:
+def _on_stages(
+    model: Model, x_RTD, segments_RT, balance: BalanceConfig | None = None
+) -> tuple[pipeline.Pipe, tuple[Any, ...], pipeline.Grid, Any]:
     """How this batch goes over the stages: their layers, what the layers are, and the microbatches ``[M, n, B, T, D]``
     as they come to the first."""
     segment = staged(model.plan)
     if model.layout is None or segment is None or segment.stages != model.layout.size("pp"):
         raise LayoutError("this model is cut into pipeline stages: it runs over their mesh alone, see load(mesh=)")
     check_batch(model.layout, *x_RTD.shape[:2], least=least_tokens(model.config))
-    pipe = pipeline.Pipe.make(model.config, model.plan, model.layout, len(x_RTD))
+    pipe = pipeline.Pipe.make(model.config, model.plan, model.layout, len(x_RTD), balance)
     *lead, blocks = model.segments
     rows = pipe.lead(lead[0] if lead else (), x_RTD, segments_RT)
     return pipe, blocks, pipeline.grid(model.plan, model.config), pipe.parted(rows, 1)
@@ -196,7 +200,7 @@ def _over_stages(model: Model, x_RTD, segments_RT, caches, tracing: bool):
         raise LayoutError("over pipeline stages there are neither caches nor traces: legal is a mesh with pp = 1")
     segments_RT = _documents(x_RTD, segments_RT)
     pipe, blocks, grid, first = _on_stages(model, x_RTD, segments_RT)
-    mixed_MBTD, aux = pipeline.run(pipe, blocks, grid, model.out_res, first, pipe.parted(segments_RT))
+    mixed_MBTD, aux = pipeline.run(pipe, blocks, grid, model.out_res, first, pipeline.Tokens(pipe.parted(segments_RT)))
     x_RTD = pin(model.layout, pipe.whole(mixed_MBTD), "batch", "time", None)
     hidden_RTD = rms_norm(x_RTD, model.norm, model.config.rms_norm_eps)
     return hidden_RTD, None, _by_layer(model, aux), (x_RTD, None)
@@ -213,8 +217,9 @@ def _by_layer(model: Model, aux: tuple[Any, ...]) -> list[Any]:
 
 
 def trunk(
-    model: Model, x_BTD, segments_BT=None, caches: Caches | None = None, *, remat: bool = False, tracing: bool = False
-) -> tuple[jax.Array, Any, list[Any], tuple[jax.Array, Any]]:
+    model: Model, x_BTD, segments_BT=None, caches: Caches | None = None, *, remat: bool = False, tracing: bool = False,
+    asked: Balancing | None = None,
+) -> tuple[jax.Array, Any, list[Any], tuple[jax.Array, Any]]:  # fmt: skip
     """Embeddings to final hidden states, for rows whose padding stands at the end.
 
     -> hidden ``[B, T, D]`` after the final norm, caches (None if none given), aux per layer, final mix ``[B, T, D]``.
@@ -227,6 +232,7 @@ def trunk(
         raise ValueError("remat recomputes for gradients; with caches there are none to take")
     run = Run(cfg, tuple(s.repeats for s in model.plan), tracing=tracing, remat=remat)
     ctx, caches, fits_B = _context(x_BTD.shape[:2], segments_BT, caches, model.layout)
+    ctx = dataclasses.replace(ctx, asked=asked)
     layers = None if caches is None else caches.layers
     if cfg.attn_res_block is None:
         x_BTD, layers, aux = residual_stream(model.segments, x_BTD, ctx, layers, run)
@@ -330,14 +336,18 @@ def loss(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple
     return total / metrics["tokens"], metrics | {"accuracy": correct / metrics["tokens"]}
 
 
-def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss_sum(
+    model: Model, batch: Mapping[str, Any], *, remat: bool = True, balance: BalanceConfig | None = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sum of the next-token cross-entropies of the counted targets, float32, and sums that add up over batches.
 
     batch: ``tokens`` int32 [B, T]; optional ``segments`` int32 [B, T], ``loss_mask`` bool [B, T], ``images`` ImageBatch
     (placeholders expanded). metrics: ``tokens`` (targets counted, int32), ``correct`` (those that were the argmax),
     ``expert_counts`` int32 [MoE layers, E], ``dropped`` int32 (assignments that no expert was given, for want of room
     on the wire), and where experts lie apart ``exchange`` (see `layers.moe`). remat: recompute layers in the backward
-    pass instead of keeping their intermediates; on pipeline stages they always are.
+    pass instead of keeping their intermediates; on pipeline stages they always are. balance: what is done so that
+    experts are given alike; with its sequence loss this is in the sum, and in the metrics as ``sequence_loss`` (of all
+    layers); for its quantiles there is ``shortfall_histogram`` int32 [MoE layers, E, bins].
     """
     rows = Compaction.of(batch.get("segments"))
     by_token = {k: batch[k] for k in ("tokens", "segments", "loss_mask") if batch.get(k) is not None}
@@ -345,15 +355,16 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
     targets_BT, counted_BT = next_token_targets(model, batch)
     features = image_features(model, batch.get("images"))
     x_BTD = embed(model, batch["tokens"], features, batch.get("segments"))
+    asked = Balancing.of(balance, batch.get("segments"), counted_BT)
     if staged(model.plan):
         segments_BT = _documents(x_BTD, batch.get("segments"))
-        pipe, blocks, grid, first = _on_stages(model, x_BTD, segments_BT)
+        pipe, blocks, grid, first = _on_stages(model, x_BTD, segments_BT, balance)
         tokens = pipeline.Tokens(*map(pipe.parted, (segments_BT, targets_BT, counted_BT)))
         tail = pipeline.Tail(model.out_res, model.norm, _head(model))
         total, correct, aux = pipeline.loss(pipe, blocks, grid, tail, first, tokens)
         aux = _by_layer(model, aux)
     else:
-        hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat)
+        hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat, asked=asked)
         total, correct = cross_entropy(_head(model), hidden_BTD, targets_BT, counted_BT, model.layout)
     moe = [layer for layer in aux if "expert_counts" in layer]
     counts = [layer["expert_counts"] for layer in moe]
@@ -365,4 +376,8 @@ def loss_sum(model: Model, batch: Mapping[str, Any], *, remat: bool = True) -> t
         }
     if travelled := [layer["exchange"] for layer in moe if "exchange" in layer]:
         metrics["exchange"] = jax.tree.map(lambda *layers: sum(layers), *travelled)
+        metrics |= {name: jnp.stack([layer[name] for layer in moe]) for name in asked_axes(asked)}
+        if LOSS in metrics:
+            metrics[LOSS] = jnp.sum(metrics[LOSS])
+            total = total + metrics[LOSS]
     return total, metrics

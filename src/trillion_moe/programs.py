@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trillion_moe.balance import BalanceConfig
 from trillion_moe.compiler import jitted
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers.segments import plan_for
 from trillion_moe.model import Model
 from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout
-from trillion_moe.steps import grad_step, update_step
+from trillion_moe.steps import balance_step, grad_step, update_step
 from trillion_moe.transforms import add_lora, quantize_experts
 from trillion_moe.transforms.dropout import drop_inputs
 from trillion_moe.transforms.quantize import packed_layout
@@ -34,13 +35,22 @@ def blueprint(cfg: ModelConfig, config: RunConfig, platform: str, layout: Layout
         raise RunConfigError(f"lora, on {config.model}: {error}") from None
 
 
-@partial(jitted, static_argnames=("remat", "dropout"))
-def gradients(trainable: Any, frozen: Any, batch: Any, key: jax.Array, *, remat: bool, dropout: float):
+@partial(jitted, static_argnames=("remat", "dropout", "balance"))
+def gradients(
+    trainable: Any,
+    frozen: Any,
+    batch: Any,
+    key: jax.Array,
+    *,
+    remat: bool,
+    dropout: float,
+    balance: BalanceConfig | None = None,
+):
     """`grad_step` under dropout, which is part of the function that is differentiated."""
     if not dropout:
-        return grad_step(trainable, frozen, batch, remat=remat)
+        return grad_step(trainable, frozen, batch, remat=remat, balance=balance)
     dropped, back = jax.vjp(lambda t: drop_inputs(t, key, dropout), trainable)
-    grads, sums = grad_step(dropped, frozen, batch, remat=remat)
+    grads, sums = grad_step(dropped, frozen, batch, remat=remat, balance=balance)
     return back(grads)[0], sums
 
 
@@ -50,6 +60,7 @@ def add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
     return jax.tree.map(jnp.add, (grads, sums), new)
 
 
+balanced = jitted(balance_step, static_argnums=0)
 update = jitted(update_step, static_argnums=0, donate_argnums=(1, 2))
 
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trillion_moe.balance import BalanceConfig
+from trillion_moe.config import ModelConfig
 from trillion_moe.config_json import distinct
 from trillion_moe.data.examples import DataConfig
 from trillion_moe.transforms import LoRAConfig
@@ -80,7 +82,8 @@ class TrainConfig:
     adapter does not see in a pass.
 
     eval_every, save_every: updates between two; 0 = only at the end. keep: checkpoints besides the best one. patience:
-    evaluations without a better loss after which to stop; None = never.
+    evaluations without a better loss after which to stop; None = never. balance: how experts are kept equally busy;
+    null = routers are trained by gradients alone, and their biases stay.
     """
 
     __pydantic_config__ = _STRICT
@@ -96,6 +99,7 @@ class TrainConfig:
     save_every: int = 100
     keep: int = 2
     patience: int | None = None
+    balance: BalanceConfig | None = None
 
     def __post_init__(self):
         one = ("epochs", "steps", "batch_size", "accumulate", "keep", "patience")
@@ -133,6 +137,11 @@ class RunConfig:
             raise ValueError(
                 f"train.dropout = {self.train.dropout} without lora: legal is 0, it drops inputs of adapters"
             )
+        if self.train.balance is not None and self.lora is not None:
+            raise ValueError(
+                "train.balance is given with lora: legal is null, adapters leave routers as they are, and what is "
+                "exported of them holds no router's bias"
+            )
         evaluates = self.train.eval_every and (self.eval_rows or self.eval_data is not None)
         if self.train.patience is not None and not evaluates:
             raise ValueError(
@@ -141,8 +150,27 @@ class RunConfig:
             )
 
 
+def check_balance(config: RunConfig, model: ModelConfig) -> None:
+    """RunConfigError where `config.train.balance` can have no effect on a model."""
+    moe, balance = model.moe, config.train.balance
+    if balance is None:
+        return
+    if moe is None or "moe" not in model.mlp:
+        raise RunConfigError("train.balance is given, but the model has no layer with routed experts: legal is null")
+    if moe.top_k == moe.num_experts:
+        raise RunConfigError(
+            f"train.balance is given, but a token has all {moe.num_experts} experts, whatever biases are: legal is null"
+        )
+    if balance.method == "quantile" and moe.num_groups > 1:
+        raise RunConfigError(
+            f"train.balance.method = 'quantile' has no meaning for {moe.num_groups} groups of experts, some of which a "
+            "token leaves out before it compares: legal are 'sign' and null"
+        )
+
+
 _PARTS: Mapping[str, Any] = {
     "examples": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig, "lora": LoRAConfig,
+    "balance": BalanceConfig,
 }  # fmt: skip
 
 
@@ -180,8 +208,8 @@ def _says(error: Any) -> str:
 
 
 def _fields_at(path: Sequence[Any]) -> list[str]:
-    at = _PARTS.get(str(path[0]), RunConfig) if path else RunConfig
-    return list(at.__dataclass_fields__)
+    known = [_PARTS[part] for part in path if part in _PARTS]
+    return list((known[-1] if known else RunConfig).__dataclass_fields__)
 
 
 def load_run_config(source: str, assignments: Sequence[str] = ()) -> RunConfig:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trillion_moe.blueprint import layer_numbers, leaf_names, path_parts
-from trillion_moe.weights import Dims, is_weight, weight_axes
+from trillion_moe.weights import Dims, is_copies, is_weight, weight_axes
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """Pipeline stages, replicas, fully sharded replicas, experts, context (the sequence), tensors (heads and hidden)."""
@@ -288,9 +288,16 @@ def axes_like(tree: Any, blueprint: Any) -> Any:
 
     blueprint: the module as it is built, of Specs.
     """
-    weights, treedef = jax.tree.flatten(tree, is_leaf=is_weight)
-    specs = jax.tree.leaves(blueprint)
-    return treedef.unflatten([weight_axes(w, s.axes) for w, s in zip(weights, specs, strict=True)])
+    weights, treedef = jax.tree.flatten(tree, is_leaf=lambda node: is_weight(node) or is_copies(node))
+    specs = iter(jax.tree.leaves(blueprint))
+    found = [_whole(w) if is_copies(w) else weight_axes(w, next(specs).axes) for w in weights]
+    assert next(specs, None) is None, "the blueprint has more arrays than the tree"
+    return treedef.unflatten(found)
+
+
+def _whole(tree: Any) -> Any:
+    """`Dims` of arrays that every device has."""
+    return jax.tree.map(lambda a: Dims((None,) * a.ndim), tree)
 
 
 def model_axes(model: Any) -> Any:

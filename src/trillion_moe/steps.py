@@ -13,11 +13,15 @@ import optax
 from jax import lax
 from jaxtyping import Bool, Float, Integer
 
+from trillion_moe.balance import BalanceConfig, next_by_quantile, next_by_sign
+from trillion_moe.layers.balance import HISTOGRAM, LOSS
+from trillion_moe.layers.segments import staged
 from trillion_moe.layers.vision import Features
 from trillion_moe.model import Caches, Model, embed, loss_sum, trunk, unembed
 from trillion_moe.sampling import Sampler, choose
-from trillion_moe.sharding import pin_like
+from trillion_moe.sharding import pin, pin_like
 from trillion_moe.transforms import combine
+from trillion_moe.transforms.targets import Place, is_bias, places
 
 Array = jax.Array | np.ndarray
 
@@ -100,7 +104,9 @@ def decode_steps(model: Model, now: Decoding, eos_ids: jax.Array, steps: jax.Arr
     return tokens_BN, now
 
 
-def grad_step(trainable: Any, frozen: Any, batch: Any, *, remat: bool = True) -> tuple[Any, dict[str, jax.Array]]:
+def grad_step(
+    trainable: Any, frozen: Any, batch: Any, *, remat: bool = True, balance: BalanceConfig | None = None
+) -> tuple[Any, dict[str, jax.Array]]:
     """-> gradients of the *sum* of the counted cross-entropies, and the sums: ``loss`` and those of `model.loss_sum`.
 
     Only `trainable` is differentiated: frozen leaves have no gradient. Gradients and sums of several batches add up to
@@ -108,7 +114,7 @@ def grad_step(trainable: Any, frozen: Any, batch: Any, *, remat: bool = True) ->
     """
 
     def objective(trainable):
-        return loss_sum(combine(trainable, frozen), batch, remat=remat)
+        return loss_sum(combine(trainable, frozen), batch, remat=remat, balance=balance)
 
     (total, sums), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
     return pin_like(grads, combine(trainable, frozen)), sums | {"loss": total}
@@ -118,11 +124,13 @@ def update_step(optimizer: optax.GradientTransformation, trainable: Any, opt_sta
     """One optimizer update from summed gradients, divided by ``sums["tokens"]`` -> trainable, opt_state, metrics.
 
     metrics: ``loss`` (mean), ``accuracy``, ``tokens``, ``grad_norm`` (before clipping), ``expert_counts``,
-    ``dropped``. If loss or norm is not finite, nothing changes.
+    ``dropped``, ``sequence_loss`` (mean) and ``shortfall_histogram`` as they are in the sums. If loss or norm is not
+    finite, nothing changes.
     """
     count = sums["tokens"]
     grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
     metrics = sums | {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count}
+    metrics |= {LOSS: sums[LOSS] / count} if LOSS in sums else {}
     metrics["grad_norm"] = optax.tree.norm(grads)
     del metrics["correct"]
     fine = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
@@ -140,7 +148,35 @@ def train_step(
     batch: Any,
     *,
     remat: bool = True,
+    balance: BalanceConfig | None = None,
 ):
-    """`grad_step` and `update_step` of one batch -> trainable, opt_state, metrics."""
-    grads, sums = grad_step(trainable, frozen, batch, remat=remat)
+    """`grad_step` and `update_step` of one batch -> trainable, opt_state, metrics. `balance_step` comes after it."""
+    grads, sums = grad_step(trainable, frozen, batch, remat=remat, balance=balance)
     return update_step(optimizer, trainable, opt_state, grads, sums)
+
+
+def balance_step(balance: BalanceConfig, frozen: Any, sums: Any) -> Any:
+    """A model, or the part of it that is not trained, with the next biases of its routers.
+
+    sums: of all passes of one update (`grad_step`), or its metrics. Biases take effect with the next update.
+    """
+    if balance.method is None:
+        return frozen
+    rate = 0.0 if balance.rate is None else balance.rate
+    found, treedef = places(frozen, inside=True)
+    order = sorted(i for place in found if is_bias(place.names[0]) for i in place.layers)
+
+    def moved(bias: jax.Array, layers: tuple[int, ...]) -> jax.Array:
+        rows = np.array([order.index(i) for i in layers] if bias.ndim > 1 else order.index(layers[0]))
+        if balance.method == "sign":
+            return next_by_sign(sums["expert_counts"][rows], bias, rate)
+        return next_by_quantile(sums[HISTOGRAM][rows], bias, frozen.config.moe.top_k, balance.ema)
+
+    def one(place: Place) -> jax.Array:
+        if place.rows is None:
+            return pin(frozen.layout, moved(place.leaf, place.layers), "router")
+        rows = np.array(place.rows)  # of a pipeline's slots some have no layer
+        bias = place.leaf.at[rows].set(moved(place.leaf[rows], place.layers))
+        return pin(frozen.layout, bias, "stages" if staged(frozen.plan) else "repeats", "router")
+
+    return treedef.unflatten([one(p) if is_bias(p.names[0]) else p.leaf for p in found])

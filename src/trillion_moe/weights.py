@@ -104,3 +104,35 @@ def _adapter_batch(batch: list[str], count: int, slotted: bool) -> list[str]:
     if count < len(batch):
         return batch[:count]
     return [*batch[:-1], "expert_slot"] if slotted else batch
+
+
+# --- experts out of their order ---------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Where the experts of a layer are whose bank holds them in another order, some more than once.
+
+    slots: int32 ``[*r, E, C]``, the places of an expert in the bank; past its number of copies they repeat.
+    count: int32 ``[*r, E]``, copies of each. total: places in the bank.
+    """
+
+    slots: Any
+    count: Any
+    total: int = dataclasses.field(metadata={"static": True})
+
+
+def is_copies(node: Any) -> bool:
+    return isinstance(node, Copies)
+
+
+def is_arranged(model: Any) -> bool:
+    """Whether the experts of a model are out of their order, so that nothing may be stored or trained by it."""
+    return any(map(is_copies, jax.tree.leaves(model, is_leaf=is_copies)))
+
+
+ARRANGED = (
+    "its experts are arranged for devices, some more than once: transforms.restore_experts first, which gives the "
+    "model back in its own order"
+)

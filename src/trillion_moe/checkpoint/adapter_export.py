@@ -38,7 +38,7 @@ from trillion_moe.checkpoint.fingerprint import fingerprint, host
 from trillion_moe.checkpoint.names import Form, tree_leaves
 from trillion_moe.checkpoint.safetensors_io import STORED, Planned, write_file
 from trillion_moe.distributed import whole
-from trillion_moe.weights import LoRA
+from trillion_moe.weights import ARRANGED, LoRA, is_arranged
 
 Naming = Literal["peft", "release"]
 
@@ -74,6 +74,9 @@ def export_adapter(folder: str | Path, model: Any, *, names: Naming = "peft") ->
 
 
 def _unexportable(model: Any, leaves: Mapping[str, Any]) -> Iterator[str]:
+    if is_arranged(model):
+        yield ARRANGED
+        return
     if not all(isinstance(array, jax.Array | np.ndarray) for array in jax.tree.leaves(model)):
         yield "the model is a blueprint without arrays: load or init it first"
         return

@@ -25,7 +25,7 @@ from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.fingerprint import fingerprint
 from trillion_moe.checkpoint.names import Form, tree_leaves
 from trillion_moe.checkpoint.safetensors_io import Entry, Reader
-from trillion_moe.weights import LoRA
+from trillion_moe.weights import ARRANGED, LoRA, is_arranged
 
 
 def read_adapter(folder: str | Path, model: Any, *, check_base: bool = True) -> dict[str, LoRA]:
@@ -62,6 +62,8 @@ def read_adapter(folder: str | Path, model: Any, *, check_base: bool = True) -> 
 
 
 def _check_model(folder: Path, model: Any) -> None:
+    if is_arranged(model):
+        raise CheckpointError(folder, [f"the model takes no adapter: {ARRANGED}"])
     leaves, _ = tree_leaves(model)
     if adapted := [path for path, leaf in leaves if isinstance(leaf, LoRA)]:
         raise CheckpointError(folder, [f"the model has adapters already ({adapted[0]}): merge or remove them first"])

@@ -26,7 +26,7 @@ from trillion_moe.checkpoint.save import copy_files
 from trillion_moe.config import ModelConfig
 from trillion_moe.distributed import whole
 from trillion_moe.sharding import Layout, cut_for, shardings
-from trillion_moe.weights import MXFP4, LoRA, PackedLayout, matrix_shape
+from trillion_moe.weights import ARRANGED, MXFP4, LoRA, PackedLayout, is_arranged, matrix_shape
 
 MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 3"
 STORABLE = ("float32", "bfloat16", "float16", "float64", "int32", "uint8")
@@ -43,6 +43,8 @@ def save_orbax(folder: str | Path, model: Any, *, beside: Sequence[Path] = ()) -
     or not at all, and is never overwritten."""
     import orbax.checkpoint as ocp
 
+    if is_arranged(model):
+        raise CheckpointError(folder, [ARRANGED])
     leaves, _ = tree_leaves(model)
     arrays: dict[str, jax.Array] = {}
     kinds = {path: _take_apart(path, leaf, arrays) for path, leaf in leaves}

@@ -18,7 +18,7 @@ from trillion_moe.checkpoint.safetensors_io import NUMPY, STORED, Planned, write
 from trillion_moe.checkpoint.shards import INDEX, SINGLE
 from trillion_moe.config import ModelConfig
 from trillion_moe.distributed import current, whole
-from trillion_moe.weights import MXFP4, LoRA
+from trillion_moe.weights import ARRANGED, MXFP4, LoRA, is_arranged
 
 
 def save(folder: str | Path, model: Any, *, beside: Sequence[Path] = (), shard_bytes: float = 5e9) -> None:
@@ -59,6 +59,9 @@ def described(model: Any) -> ModelConfig:
 
 def _refused(model: Any, leaves: dict[str, Any]) -> Iterator[str]:
     """Why this model cannot be stored."""
+    if is_arranged(model):
+        yield ARRANGED
+        return
     if adapted := [path for path, leaf in leaves.items() if isinstance(leaf, LoRA)]:
         yield f"{len(adapted)} leaves have an adapter ({adapted[0]}): merge_lora or export_adapter first"
         return

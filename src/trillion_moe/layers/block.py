@@ -10,6 +10,7 @@ from flax import nnx
 from trillion_moe.blueprint import Spec, constant
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, real_tokens, tap_into
+from trillion_moe.layers.balance import Balancing
 from trillion_moe.layers.kda import KDA
 from trillion_moe.layers.mla import MLA, Positions
 from trillion_moe.layers.mlp import GatedMLP
@@ -33,6 +34,7 @@ class Context:
     key_segments_BS: document of each cached position, the new tokens included.
     cached_segment_B: document to which the cached states belong.
     layout: the mesh over which all of this lies, None = one device.
+    asked: what routers are asked for, so that experts can be balanced.
     """
 
     segments_BT: Any = None
@@ -40,6 +42,7 @@ class Context:
     key_segments_BS: Any = None
     cached_segment_B: Any = None
     layout: Layout | None = dataclasses.field(default=None, metadata={"static": True})
+    asked: Balancing | None = None
 
     def positions(self, shape: tuple[int, ...]) -> Positions:
         """Of tokens ``[B, T]``, among themselves or in the cache."""
@@ -89,10 +92,12 @@ class Block(nnx.Module):
         return pin(ctx.layout, out_BTD, "batch", "time", None), cache
 
     def feed(self, h_BTD, ctx: Context, cfg: ModelConfig, tap: Tap = None) -> tuple[jax.Array, Aux]:
-        """-> feed-forward output ``[B, T, D]``, and for a MoE its ``expert_counts`` int32 [E] and ``dropped`` int32."""
+        """-> feed-forward output ``[B, T, D]``, and for a MoE what it reports (`MoE`)."""
         x_BTD = rms_norm(h_BTD, self.ffn_norm, cfg.rms_norm_eps)
         if isinstance(self.ffn, MoE):
-            out_BTD, aux = self.ffn(x_BTD, real_tokens(ctx.segments_BT, x_BTD.shape[:2]), cfg, ctx.layout, tap)
+            out_BTD, aux = self.ffn(
+                x_BTD, real_tokens(ctx.segments_BT, x_BTD.shape[:2]), cfg, ctx.layout, tap, ctx.asked
+            )
         else:
             out_BTD, aux = self.ffn(x_BTD, cfg), {}
         tap_into(tap, ffn_in=h_BTD, ffn_out=out_BTD)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from trillion_moe.config import ModelConfig
+from trillion_moe.layers.balance import LOSS
 from trillion_moe.layers.block import Block, Context
 from trillion_moe.ops import accumulator
 
@@ -119,10 +120,10 @@ def _over_segments(body, carry, segments: Segments, caches: LayerCaches, run: Ru
 def bank_remat(segments: Segments, bank_NBTD, ctx: Context, run: Run):
     """`_run_bank` whose backward saves the final bank only and recomputes one block, then one layer, at a time.
 
-    -> bank, aux. No gradient flows from aux, none into leaves that are not being differentiated: they are told apart by
-    their tangents, so that frozen weights cost neither gradient nor copy. Stacked frozen leaves are indexed inside the
-    recomputed layer; sliced outside, each block's weights would be kept. Cotangents of the bank are summed over blocks
-    in float32.
+    -> bank, aux, of which only balance losses have a gradient. None flows into leaves that are not differentiated: they
+    are told apart by their tangents, so that frozen weights cost neither gradient nor copy. Stacked frozen leaves are
+    indexed inside the recomputed layer; sliced outside, each block's weights would be kept. Cotangents of the bank are
+    summed over blocks in float32.
     """
     leaves, treedef = jax.tree.flatten(segments)
     forward = jax.custom_vjp(lambda bank, leaves, ctx: _run_bank(treedef.unflatten(leaves), bank, ctx, None, run)[::2])
@@ -137,14 +138,24 @@ def bank_remat(segments: Segments, bank_NBTD, ctx: Context, run: Run):
 
     def bwd(saved, cotangents):
         bank, leaves, ctx, perturbed = saved
-        ct_bank = cotangents[0]
+        ct_bank, ct_aux = cotangents
         if isinstance(ct_bank, SymbolicZero):
-            return jnp.zeros_like(bank), [None] * len(leaves), None
-        ct_bank, ct_leaves = _backward_bank(bank, leaves, treedef, perturbed.mask, ctx, ct_bank, run)
+            ct_bank = jnp.zeros_like(bank)
+        ct_losses = tuple(tuple(map(_of_loss, layers)) for layers in ct_aux)
+        ct_bank, ct_leaves = _backward_bank(bank, leaves, treedef, perturbed.mask, ctx, (ct_bank, ct_losses), run)
         return ct_bank, ct_leaves, None
 
     forward.defvjp(fwd, bwd, symbolic_zeros=True)
     return forward(bank_NBTD, leaves, ctx)
+
+
+def _of_loss(ct_aux: dict[str, Any]) -> Any:
+    """The cotangent of a layer's balance loss, None where it has none."""
+    ct = ct_aux.get(LOSS)
+    if not isinstance(ct, SymbolicZero):
+        return ct
+    zero: Any = ct.aval
+    return jnp.zeros(zero.shape, zero.dtype)
 
 
 @jax.tree_util.register_static
@@ -153,11 +164,11 @@ class _Perturbed:
     mask: tuple[bool, ...]
 
 
-def _backward_bank(bank_NBTD, leaves, treedef, trained: tuple[bool, ...], ctx: Context, ct_bank, run: Run):
+def _backward_bank(bank_NBTD, leaves, treedef, trained: tuple[bool, ...], ctx: Context, cotangents, run: Run):
     """Reverse over the blocks -> cotangents of the bank's initial rows and of the leaves (None where frozen)."""
-    indices = treedef.unflatten(range(len(leaves)))
+    indices, (ct_bank, ct_losses) = treedef.unflatten(range(len(leaves))), cotangents
     ct_bank, ct_leaves, end = ct_bank.astype(accumulator(bank_NBTD.dtype)), [None] * len(leaves), sum(run.repeats)
-    for segment, repeats in reversed(list(zip(indices, run.repeats, strict=True))):
+    for segment, repeats, ct_losses_s in reversed(list(zip(indices, run.repeats, ct_losses, strict=True))):
         start, ids = end - repeats, jax.tree.leaves(segment)
         train = [leaves[i] for i in ids if trained[i]]
         frozen = [leaves[i] for i in ids if not trained[i]]
@@ -166,20 +177,20 @@ def _backward_bank(bank_NBTD, leaves, treedef, trained: tuple[bool, ...], ctx: C
         layers = len(segment)
 
         def step(ct_bank, xs, frozen=frozen, rebuild=rebuild, start=start, layers=layers):
-            r, train_r = xs
+            r, train_r, ct_losses_r = xs
             b = start + r
 
             def block_sum(bank, train_r):
                 return _recomputed_block_sum(lambda *at: rebuild(frozen, *at), layers, train_r, r, bank, b, ctx, run)
 
             ct_sum = lax.dynamic_index_in_dim(ct_bank, b + 1, 0, keepdims=False).astype(bank_NBTD.dtype)
-            ct_bank_b, ct_train = jax.vjp(block_sum, bank_NBTD, train_r)[1](ct_sum)
+            ct_bank_b, ct_train = jax.vjp(block_sum, bank_NBTD, train_r)[1]((ct_sum, ct_losses_r))
             return ct_bank + ct_bank_b.astype(ct_bank.dtype), ct_train
 
         if repeats == 1:
-            ct_bank, ct_train = step(ct_bank, (0, train))
+            ct_bank, ct_train = step(ct_bank, (0, train, ct_losses_s))
         else:
-            ct_bank, ct_train = lax.scan(step, ct_bank, (jnp.arange(repeats), train), reverse=True)
+            ct_bank, ct_train = lax.scan(step, ct_bank, (jnp.arange(repeats), train, ct_losses_s), reverse=True)
         for i, ct in zip([i for i in ids if trained[i]], ct_train, strict=True):
             ct_leaves[i] = ct
         end = start
@@ -195,15 +206,16 @@ def _merge(treedef, trained: list[bool], stacked: bool, frozen, train_r, r) -> t
     return treedef.unflatten([next(train_it) if t else pick(next(frozen_it)) for t in trained])
 
 
-def _recomputed_block_sum(rebuild, layers: int, train_r, r, bank_NBTD, b, ctx: Context, run: Run) -> jax.Array:
-    """The sum of block b with every layer under `jax.checkpoint`, its weights picked inside."""
+def _recomputed_block_sum(rebuild, layers: int, train_r, r, bank_NBTD, b, ctx: Context, run: Run):
+    """The sum of block b and its layers' balance losses; all under `jax.checkpoint`, weights picked inside."""
     silent = dataclasses.replace(run, tracing=False)
 
     def layer(j: int, train_r, bank_NBTD, prefix_BTD):
-        return _bank_layer(rebuild(train_r, r)[j], None, bank_NBTD, b, prefix_BTD, ctx, silent)[0]
+        prefix_BTD, _, aux = _bank_layer(rebuild(train_r, r)[j], None, bank_NBTD, b, prefix_BTD, ctx, silent)
+        return prefix_BTD, aux.get(LOSS)
 
-    prefix_BTD = None
+    prefix_BTD, losses = None, []
     for j in range(layers):
-        prefix_BTD = jax.checkpoint(partial(layer, j))(train_r, bank_NBTD, prefix_BTD)
-    assert prefix_BTD is not None
-    return prefix_BTD
+        prefix_BTD, loss = jax.checkpoint(partial(layer, j))(train_r, bank_NBTD, prefix_BTD)
+        losses.append(loss)
+    return prefix_BTD, tuple(losses)

@@ -12,10 +12,11 @@ from jax import lax
 from trillion_moe.blueprint import Spec, constant, normal
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, tap_into
+from trillion_moe.layers.balance import Balancing, answers, asked_axes
 from trillion_moe.layers.exchange import MAKERS, Route, Transport, asked, combine, dispatch, traffic
 from trillion_moe.layers.mlp import GatedMLP, activation_of
 from trillion_moe.layers.norm import rms_norm
-from trillion_moe.layers.router import Router
+from trillion_moe.layers.router import Router, in_bank
 from trillion_moe.layers.wire import row_bytes
 from trillion_moe.ops import accumulator, dot, grouped_dot, grouped_glu
 from trillion_moe.sharding import Layout, axes_like, dims, island
@@ -69,9 +70,11 @@ class MoE(nnx.Module):
         self.latent_up = Spec((latent, d), dtype, ("latent", "embed"), std) if latent else None
 
     def __call__(
-        self, x_BTD: jax.Array, real_BT: jax.Array, cfg: ModelConfig, layout: Layout | None = None, tap: Tap = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """-> output ``[B, T, D]``, ``expert_counts`` int32 [E] (real tokens given to each expert) and ``dropped``.
+        self, x_BTD: jax.Array, real_BT: jax.Array, cfg: ModelConfig, layout: Layout | None = None, tap: Tap = None,
+        asked: Balancing | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+        """-> output ``[B, T, D]``, ``expert_counts`` int32 [E] (real tokens given to each expert), ``dropped``, and
+        what is asked for.
 
         dropped: int32, assignments of real tokens to experts that were over the capacity of their transport, which is
         the one cause there is. Where experts lie apart, ``exchange`` too, of all devices: ``asked`` (see
@@ -83,10 +86,14 @@ class MoE(nnx.Module):
         routed = island(
             layout,
             partial(_routed, cfg=cfg, layout=layout),
-            (dims(), bank, tokens, tokens, dims("batch", "time")),
-            (tokens, dims(), {"router_ids": tokens, "router_weights": tokens, "router_logits": tokens}),
+            (dims(), bank, tokens, tokens, dims("batch", "time"), dims("batch", None)),
+            (
+                tokens,
+                {"expert_counts": dims(), "dropped": dims()} | asked_axes(asked),
+                {"router_ids": tokens, "router_weights": tokens, "router_logits": tokens},
+            ),
         )
-        routed_BTL, counts, taps = routed(self.router, self.experts, x_BTD, z_BTL, real_BT)
+        routed_BTL, counts, taps = routed(self.router, self.experts, x_BTD, z_BTL, real_BT, asked)
         tap_into(tap, **{name: a.reshape(-1, a.shape[-1]) for name, a in taps.items()})
         tap_into(tap, latent_in=_flat(z_BTL), latent_sum=_flat(routed_BTL))
         if self.latent_norm is not None:
@@ -113,22 +120,27 @@ def _flat(x_BTN: jax.Array) -> jax.Array:
     return x_BTN.reshape(-1, x_BTN.shape[-1])
 
 
-def _routed(router: Router, experts: Experts, x_BTD, z_BTL, real_BT, *, cfg: ModelConfig, layout: Layout | None):
+def _routed(
+    router: Router, experts: Experts, x_BTD, z_BTL, real_BT, asked: Balancing | None, *, cfg: ModelConfig,
+    layout: Layout | None,
+):  # fmt: skip
     """Tokens of one device through experts wherever they are -> sums ``[B, T, L]``, counts, what the router said."""
     e, shape = cfg.moe.num_experts, z_BTL.shape
     x_ND, z_NL, real_N = _flat(x_BTD), _flat(z_BTL), real_BT.reshape(-1)
     ids_NK, weights_NK, logits_NE = router(x_ND, cfg)
     wanted_NK = jnp.where(real_N[:, None], ids_NK, e)
     counts_E = jnp.sum(wanted_NK.reshape(-1, 1) == jnp.arange(e), axis=0, dtype=jnp.int32)
+    reports = answers(asked, router, logits_NE, real_N, cfg, layout)
+    wanted_NK, cfg = in_bank(router, wanted_NK, cfg)
     if layout is None:
-        y_NL = apply_experts(experts, Rows(z_NL, wanted_NK, weights_NK), e, cfg)
+        y_NL = apply_experts(experts, Rows(z_NL, wanted_NK, weights_NK), cfg.moe.num_experts, cfg)
         counts = {"dropped": jnp.zeros((), jnp.int32)}
     else:
         y_NL, counts = _over_devices(experts, z_NL, wanted_NK, weights_NK, cfg, layout)
         counts_E = lax.psum(counts_E, layout.tokens)
     taps = {"router_ids": ids_NK, "router_weights": weights_NK, "router_logits": logits_NE}
     taps = {name: a.reshape(*shape[:2], -1) for name, a in taps.items()}
-    return y_NL.reshape(shape), counts | {"expert_counts": counts_E}, taps
+    return y_NL.reshape(shape), counts | {"expert_counts": counts_E} | reports, taps
 
 
 @jax.named_scope(EXCHANGE)

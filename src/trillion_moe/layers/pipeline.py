@@ -21,8 +21,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
+from trillion_moe.balance import BalanceConfig
 from trillion_moe.blueprint import layer_numbers
 from trillion_moe.config import ModelConfig
+from trillion_moe.layers.balance import LOSS, Balancing
 from trillion_moe.layers.block import Block, Context
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.schedule import Job, Schedule
@@ -96,16 +98,19 @@ class Pipe:
     schedule: Schedule
     groups: int  # of one run of layers
     rows: int
+    balance: BalanceConfig | None
 
     @classmethod
-    def make(cls, cfg: ModelConfig, plan: Plan, layout: Layout, batch: int) -> "Pipe":
+    def make(cls, cfg: ModelConfig, plan: Plan, layout: Layout, batch: int, balance: BalanceConfig | None) -> "Pipe":
         """batch: rows of tokens, which the layout can cut (`sharding.check_batch`)."""
         segment = staged(plan)
         assert segment is not None
         micro = layout.microbatches or batch // layout.size(*BATCH)
         schedule = Schedule(segment.stages, segment.virtual, micro, layout.schedule == "gpipe")
         rows = 1 if cfg.attn_res_block is None else 1 - -cfg.num_layers // cfg.attn_res_block
-        return cls(cfg, layout, layout.within, schedule, segment.repeats // (segment.stages * segment.virtual), rows)
+        return cls(
+            cfg, layout, layout.within, schedule, segment.repeats // (segment.stages * segment.virtual), rows, balance
+        )
 
     # --- batches to microbatches --------------------------------------------------------------------------------------
 
@@ -130,14 +135,16 @@ class Pipe:
 
     # --- one layer ----------------------------------------------------------------------------------------------------
 
-    def layer(self, block: Block, bank, sum_BTD, number, segments_BT) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def layer(self, block: Block, bank, sum_BTD, number, tokens: "Tokens") -> tuple[jax.Array, dict[str, jax.Array]]:
         """-> the running sum behind a layer, and what it reports. number: -1 changes nothing and routes no token.
 
         bank: ``[N, B, T, D]``, of which rows up to the layer's block are read; None without attention residuals.
         """
         cfg, size, live = self.cfg, self.cfg.attn_res_block, number >= 0
         block = block.collected(cfg, self.layout)
-        ctx = Context(jnp.where(live, segments_BT, 0), layout=self.layout)
+        segments_BT = jnp.where(live, tokens.segments, 0)
+        asked = None if tokens.counted is None else Balancing.of(self.balance, segments_BT, tokens.counted)
+        ctx = Context(segments_BT, layout=self.layout, asked=asked)
         if size is None:
             attn_BTD, _ = block.attend(sum_BTD, ctx, None, cfg)
             x_BTD = sum_BTD + attn_BTD
@@ -161,7 +168,7 @@ class Pipe:
                 rows.append(jnp.zeros_like(x_BTD))
 
             def layer(block, bank, sum_BTD, number=number):
-                return whole.layer(block, bank, sum_BTD, jnp.int32(number), segments_BT)[0]
+                return whole.layer(block, bank, sum_BTD, jnp.int32(number), Tokens(segments_BT))[0]
 
             bank = None if size is None else jnp.stack(rows[:-1])
             rows[-1] = jax.checkpoint(layer)(block, bank, rows[-1])
@@ -169,7 +176,7 @@ class Pipe:
 
     # --- one run of a stage's layers ----------------------------------------------------------------------------------
 
-    def forward(self, blocks: Blocks, grid: Grid, run, rows_NBTD, segments_BT):
+    def forward(self, blocks: Blocks, grid: Grid, run, rows_NBTD, tokens: "Tokens"):
         """-> its rows behind the run, and by slot the sums that layers go on with ``[G, B, T, D]``, and aux."""
 
         def group(rows, g):
@@ -179,7 +186,7 @@ class Pipe:
                 bank = None if self.cfg.attn_res_block is None else rows
                 block = jax.tree.map(lambda leaf: _at(leaf, g), block)
                 kept.append(_at(rows, row))
-                new, aux = self.layer(block, bank, kept[-1], grid.number[g, j], segments_BT)
+                new, aux = self.layer(block, bank, kept[-1], grid.number[g, j], tokens)
                 rows = lax.dynamic_update_index_in_dim(rows, new, row, 0)
                 auxes.append(aux)
             return self.pin(rows), (tuple(kept), tuple(auxes))
@@ -187,7 +194,7 @@ class Pipe:
         rows_NBTD, (kept, aux) = lax.scan(group, rows_NBTD, run * self.groups + jnp.arange(self.groups))
         return rows_NBTD, kept, aux
 
-    def backward(self, slots: "list[Slot]", grid: Grid, run, final_NBTD, kept, ct_NBTD, segments_BT):
+    def backward(self, slots: "list[Slot]", grid: Grid, run, final_NBTD, kept, ct_NBTD, tokens: "Tokens"):
         """Cotangents of the rows behind a run -> of those before it, and by slot of its trained leaves ``[G, ...]``."""
         banked, acc = self.cfg.attn_res_block is not None, accumulator(final_NBTD.dtype)
         first = run * self.groups
@@ -199,13 +206,16 @@ class Pipe:
             for j, slot in reversed(list(enumerate(slots))):
 
                 def layer(train_g, bank, sum_BTD, slot=slot, j=j):
-                    return self.layer(slot.block(train_g, g), bank, sum_BTD, grid.number[g, j], segments_BT)[0]
+                    block = slot.block(train_g, g)
+                    sum_BTD, aux = self.layer(block, bank, sum_BTD, grid.number[g, j], tokens)
+                    return sum_BTD, aux.get(LOSS)
 
                 # No later layer reads this one's sum as its own: what is read of it has come together in its row.
                 ct_BTD = ct_BTD + jnp.where(grid.last[g, j], _at(ct_NBTD, grid.row[g, j]), 0)
                 train_g = [_at(leaf, g) for leaf in slot.train]
-                _, back = jax.vjp(layer, train_g, final_NBTD if banked else None, kept[j])
-                ct_train, ct_bank, ct_BTD = back(self.pin(ct_BTD.astype(final_NBTD.dtype)))
+                (_, loss), back = jax.vjp(layer, train_g, final_NBTD if banked else None, kept[j])
+                ct_loss = None if loss is None else jnp.ones_like(loss)  # it is a part of the loss as it is
+                ct_train, ct_bank, ct_BTD = back((self.pin(ct_BTD.astype(final_NBTD.dtype)), ct_loss))
                 ct_NBTD = self.pin(ct_NBTD + ct_bank.astype(acc)) if banked else ct_NBTD
                 ct_BTD = ct_BTD.astype(acc)
                 ct_slots.append(ct_train)
@@ -265,6 +275,11 @@ class Pipe:
         begun = jnp.pad(begun, ((0, self.rows - begun.shape[0]), (0, 0), (0, 0), (0, 0)))
         return self.pin(jnp.where((lax.axis_index("pp") == 0) & (job.run == 0), begun, buffer_NBTD))
 
+    def of(self, job: Job, tokens: Tokens) -> Tokens:
+        """Those of a job's microbatch; all are padding where there is no job."""
+        mine = jax.tree.map(lambda x: self.pin(_at(x, job.microbatch)), tokens)
+        return dataclasses.replace(mine, segments=jnp.where(job.live, mine.segments, 0))
+
     def on(self, x: jax.Array, step: int) -> jax.Array:
         """From every stage to the next, or back; around only where a stage has several runs."""
         p = self.schedule.stages
@@ -296,35 +311,34 @@ def _add_run(total: Any, new: Any, job: Job, groups: int) -> Any:
 # --- forwards only ---------------------------------------------------------------------------------------------------
 
 
-def run(pipe: Pipe, blocks: Blocks, grid: Grid, out_res: Any, first_MnBTD: jax.Array, segments_MBT: jax.Array):
+def run(pipe: Pipe, blocks: Blocks, grid: Grid, out_res: Any, first_MnBTD: jax.Array, tokens: Tokens):
     """-> what follows the layers before the final norm, ``[M, B, T, D]``, and aux by slot ``[G, ...]``."""
     schedule = pipe.schedule
 
-    def stages(blocks, grid, out_res, first, segments):
+    def stages(blocks, grid, out_res, first, tokens):
         d = lax.axis_index("pp")
 
         def tick(carry, t):
             buffer, out, total = carry
             job = schedule.forward(t, d)
-            seg = pipe.pin(jnp.where(job.live, _at(segments, job.microbatch), 0))
-            rows, _, aux = pipe.forward(blocks, grid, job.run, pipe.incoming(job, first, buffer), seg)
+            rows, _, aux = pipe.forward(blocks, grid, job.run, pipe.incoming(job, first, buffer), pipe.of(job, tokens))
             ends = job.live & (d == schedule.stages - 1) & (job.run == schedule.virtual - 1)
             out = _enter(out, job.microbatch, pipe.mixed(out_res, rows), ends)
             return (pipe.on(rows, 1), out, _add_run(total, aux, job, pipe.groups)), None
 
         buffer = jnp.zeros((pipe.rows, *first.shape[2:]), first.dtype)
-        total = _no_aux(pipe, blocks, grid, buffer, segments[0])
+        total = _no_aux(pipe, blocks, grid, buffer, tokens)
         carry = (buffer, jnp.zeros_like(first[:, 0]), total)
         (_, out, total), _ = lax.scan(tick, carry, jnp.arange(schedule.forward_ticks))
         return lax.psum(out, "pp"), total  # zeros but on the last stage
 
-    args = ((blocks, True), (grid, True), (out_res, False), (first_MnBTD, False), (segments_MBT, False))
+    args = ((blocks, True), (grid, True), (out_res, False), (first_MnBTD, False), (tokens, False))
     return pipe.stage(stages, args, (_ALL, _ON))
 
 
-def _no_aux(pipe: Pipe, blocks: Blocks, grid: Grid, rows, segments):
+def _no_aux(pipe: Pipe, blocks: Blocks, grid: Grid, rows, tokens: Tokens):
     """Zeros for the aux of all runs of a stage."""
-    aux = jax.eval_shape(lambda: pipe.forward(blocks, grid, 0, rows, segments)[2])
+    aux = jax.eval_shape(lambda: pipe.forward(blocks, grid, 0, rows, pipe.of(pipe.schedule.forward(0, 0), tokens))[2])
     return jax.tree.map(lambda a: jnp.zeros((a.shape[0] * pipe.schedule.virtual, *a.shape[1:]), a.dtype), aux)
 
 
@@ -340,7 +354,7 @@ def loss(pipe: Pipe, blocks: Blocks, grid: Grid, tail: Tail, first_MnBTD: jax.Ar
 
     def plain(leaves, grid, tokens):
         blocks, tail, first = treedef.unflatten(leaves)
-        mixed_MBTD, aux = run(pipe, blocks, grid, tail.out_res, first, tokens.segments)
+        mixed_MBTD, aux = run(pipe, blocks, grid, tail.out_res, first, tokens)
         rows = [pipe.whole(x) for x in (mixed_MBTD, tokens.targets, tokens.counted)]
         hidden = rms_norm(rows[0], tail.norm, pipe.cfg.rms_norm_eps)
         return *cross_entropy(tail.head, hidden, rows[1], rows[2], pipe.outer), aux
@@ -414,8 +428,7 @@ def _ticks(pipe: Pipe, wanted: bool, slots: list[Slot], end: Slot, first, grid: 
     zero = jnp.zeros((), accumulator(first.dtype))
 
     def there(job: Job, incoming):
-        seg = pipe.pin(jnp.where(job.live, _at(tokens.segments, job.microbatch), 0))
-        out, _, aux = pipe.forward(blocks, grid, job.run, incoming, seg)
+        out, _, aux = pipe.forward(blocks, grid, job.run, incoming, pipe.of(job, tokens))
         return out, aux
 
     def loss_of(last: Job, final):
@@ -430,14 +443,14 @@ def _ticks(pipe: Pipe, wanted: bool, slots: list[Slot], end: Slot, first, grid: 
         return total, correct, ct_rows, ct_tail
 
     def back(job: Job, last: Job, kept, ct_rows):
-        seg = pipe.pin(jnp.where(job.live, _at(tokens.segments, job.microbatch), 0))
-        final, sums, _ = pipe.forward(blocks, grid, job.run, kept, seg)
+        mine = pipe.of(job, tokens)
+        final, sums, _ = pipe.forward(blocks, grid, job.run, kept, mine)
         nothing = zero, zero.astype(jnp.float32), jnp.zeros_like(rows), no_end
         comes_out = last.live & (last.run == schedule.virtual - 1)
         total, correct, ct_out, ct_tail = lax.cond(comes_out, loss_of, lambda *_: nothing, last, final)
         is_last = (d == schedule.stages - 1) & (job.run == schedule.virtual - 1)
         ct_rows = jnp.where(job.live, jnp.where(is_last, ct_out, ct_rows), 0)
-        ct_rows, ct_train = pipe.backward(slots, grid, job.run, final, sums, ct_rows, seg)
+        ct_rows, ct_train = pipe.backward(slots, grid, job.run, final, sums, ct_rows, mine)
         return total, correct, ct_rows, ct_train, ct_tail
 
     def tick(carry, t):
@@ -460,7 +473,7 @@ def _ticks(pipe: Pipe, wanted: bool, slots: list[Slot], end: Slot, first, grid: 
 
     no_grads = [[jnp.zeros((pipe.groups, *x.shape[1:]), x.dtype) for x in slot.train] for slot in slots]
     no_end = [jnp.zeros_like(x) for x in end.train]
-    all_aux = _no_aux(pipe, blocks, grid, rows, tokens.segments[0])
+    all_aux = _no_aux(pipe, blocks, grid, rows, tokens)
     no_aux = jax.tree.map(lambda a: jnp.zeros((pipe.groups, *a.shape[1:]), a.dtype), all_aux)
     ct_first = jnp.zeros_like(first) if wanted else None
     waiting = jnp.zeros((schedule.kept, *rows.shape), rows.dtype)

@@ -1,5 +1,6 @@
 """The sigmoid router with a selection bias (DeepSeek-V3, arXiv 2412.19437, eqs. 12-16)."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,10 +14,14 @@ from trillion_moe.ops import accumulator
 
 
 class Router(nnx.Module):
-    """weight ``[D, E]``; bias float32 ``[E]`` moves the choice of experts and never enters their weights."""
+    """weight ``[D, E]``; bias float32 ``[E]`` moves the choice of experts and never enters their weights.
+
+    copies: where experts are whose bank is arranged for devices (`transforms.arrange_experts`), None = in their order.
+    """
 
     weight: Any = nnx.data()
     bias: Any = nnx.data()
+    copies: Any = nnx.data()
 
     def __init__(self, cfg: ModelConfig, *, dtype: str):
         moe = cfg.moe
@@ -24,6 +29,7 @@ class Router(nnx.Module):
             (cfg.hidden_size, moe.num_experts), dtype, ("embed", "router"), normal(cfg.initializer_range)
         )
         self.bias = Spec((moe.num_experts,), "float32", ("router",), constant(0.0))
+        self.copies = None
 
     def __call__(self, x_ND: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
         """-> expert ids int32 ``[N, K]``, mixture weights float32 ``[N, K]``, logits float32 ``[N, E]``.
@@ -41,6 +47,22 @@ class Router(nnx.Module):
         if moe.renormalize:
             weights_NK = weights_NK / (jnp.sum(weights_NK, -1, keepdims=True) + 1e-20)
         return ids_NK, weights_NK * moe.scaling_factor, logits_NE
+
+
+def in_bank(router: Router, ids_NK: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, ModelConfig]:
+    """Experts as their bank numbers them, no expert as the number past its end, and the config of such a model.
+
+    Tokens take the copies of an expert in turn.
+    """
+    copies = router.copies
+    if copies is None:
+        return ids_NK, cfg
+    assert cfg.moe is not None
+    moe = dataclasses.replace(cfg.moe, num_experts=copies.total, num_groups=1, topk_groups=1)
+    known_NK = jnp.minimum(ids_NK, cfg.moe.num_experts - 1)
+    turn_NK = jnp.arange(len(ids_NK), dtype=jnp.int32)[:, None] % copies.count[known_NK]
+    slots_NK = jnp.where(ids_NK < cfg.moe.num_experts, copies.slots[known_NK, turn_NK], copies.total)
+    return slots_NK, dataclasses.replace(cfg, moe=moe)
 
 
 def _pick(scores_NE: jax.Array, ids_NK: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from trillion_moe.ops import IMPLEMENTATIONS, using
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.plan.collectives import Collective, collectives
 from trillion_moe.programs import blueprint
-from trillion_moe.run_config import RunConfig, RunConfigError
+from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
 from trillion_moe.sharding import Layout, check_batch, place, shardings
 from trillion_moe.steps import train_step
 from trillion_moe.transforms import partition
@@ -58,6 +58,7 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
         )
     if config.lora is None and cfg.quantization is not None:
         raise RunConfigError(f"lora is null, but the experts of {config.model} are packed: legal is a lora")
+    check_balance(config, cfg)
     layout = mesh.layout(aot.devices(chip, mesh.topology))
     tokens = config.examples.max_length
     if tokens is None:
@@ -67,7 +68,8 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     trained, frozen = partition(_model(cfg, config, chip, layout), trainable="all" if config.lora is None else "lora")
     optimizer = make_optimizer(config.optimizer, STEPS)
     arguments = trained, frozen, _state(optimizer, trained, layout), _batch(layout, rows, tokens)
-    step = jax.jit(partial(train_step, optimizer, remat=config.train.remat), donate_argnums=(0, 2))
+    options = {"remat": config.train.remat, "balance": config.train.balance}
+    step = jax.jit(partial(train_step, optimizer, **options), donate_argnums=(0, 2))
     with using(dict.fromkeys(IMPLEMENTATIONS, _platform(chip))):  # a platform chooses its own only where it is there
         try:
             compiled = aot.compile_over(

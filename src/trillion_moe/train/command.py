@@ -25,7 +25,7 @@ from trillion_moe.distributed import NAMES, Processes, current
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Model
 from trillion_moe.programs import blueprint
-from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
+from trillion_moe.run_config import RunConfig, RunConfigError, check_balance, load_run_config, to_json
 from trillion_moe.sharding import Layout, LayoutError, shardings
 from trillion_moe.train.report import picture
 from trillion_moe.train.trainer import Trainer, check_rows, comparable, count_updates, rows_of_a_pass
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     if processes.first:
         print(statistics(train), file=sys.stderr)
     check_rows(config, cfg, layout, (train, held_out))
+    check_balance(config, cfg)
     model = _adapted(load(config.model, dtype=config.dtype, mesh=layout), config)
     if args.dry_run:
         if processes.first:

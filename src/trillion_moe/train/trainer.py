@@ -18,21 +18,24 @@ from trillion_moe.config import ModelConfig
 from trillion_moe.data.examples import Examples
 from trillion_moe.data.loader import Batch, Batches, Loader
 from trillion_moe.distributed import current, whole
+from trillion_moe.layers.balance import LOSS
 from trillion_moe.layers.segments import Plan, from_json, to_json
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Model, bucket, least_tokens, loss_sum
 from trillion_moe.optimizer import check_eps, make_optimizer, schedule
 from trillion_moe.programs import add as _add
+from trillion_moe.programs import balanced as _balanced
 from trillion_moe.programs import gradients as _gradients
 from trillion_moe.programs import over_all
 from trillion_moe.programs import update as _update
-from trillion_moe.run_config import RunConfig, RunConfigError
+from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
 from trillion_moe.sharding import Layout, check_batch, put, relaid
 from trillion_moe.train import checkpoints
 from trillion_moe.train.capacity import Capacity
 from trillion_moe.train.report import NoReport, Report
 from trillion_moe.transforms import combine, partition
 from trillion_moe.transforms.segments import restack
+from trillion_moe.transforms.targets import is_bias
 
 
 class NotFiniteError(FloatingPointError):
@@ -67,6 +70,7 @@ class Trainer:
         self.processes = current()
         self.config, self.output = config, Path(config.output)
         check_rows(config, model.config, self.layout, (train, held_out))
+        check_balance(config, model.config)
         self.trainable, self.frozen = partition(model, trainable="all" if config.lora is None else "lora")
         rows = rows_of_a_pass(config, self.layout)
         self.loader = _loader(train, config, rows, seed=config.seed, epochs=None if t.steps else t.epochs)
@@ -123,6 +127,9 @@ class Trainer:
                 f"update {self.step + 1}: loss {found['loss']}, gradient norm {found['grad_norm']}, over lines "
                 f"{_suspects(passes)} of {self.config.data}; nothing was updated, the last checkpoint stands"
             )
+        if t.balance is not None:
+            self.frozen = self._run(_balanced, t.balance, self.frozen, metrics)
+            found |= {name: float(metrics[name]) for name in (LOSS,) if name in metrics}
         count, self.step = int(metrics["tokens"]), self.step + 1
         self.tokens += count
         seconds = time.perf_counter() - began
@@ -158,7 +165,7 @@ class Trainer:
                 break
             key = jax.random.fold_in(jax.random.key(self.config.seed), number)
             t, given = self.config.train, on_devices(batch, self.layout)
-            static = {"remat": t.remat, "dropout": t.dropout}
+            static = {"remat": t.remat, "dropout": t.dropout, "balance": t.balance}
             new = self._run(_gradients, self.trainable, self.frozen, given, key, shaped=given, **static)
             passes.append((_lines(batch), new[1]["loss"]))
             grads, sums = new if grads is None else self._run(_add, grads, sums, new)
@@ -216,8 +223,8 @@ class Trainer:
         saved = {saved.step: saved for saved in checkpoints.found(self.output)}
         if self.best_step not in saved:
             raise CheckpointError(self.output, [f"the checkpoint of update {self.best_step}, the best one, is gone"])
-        trainable, _ = checkpoints.restore(saved[self.best_step], (self.trainable, self.opt_state))
-        return Result(combine(trainable, self.frozen), self.best_step)
+        trainable, _, *biases = checkpoints.restore(saved[self.best_step], self._arrays())
+        return Result(combine(trainable, self._with(biases)), self.best_step)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -229,9 +236,18 @@ class Trainer:
         state = {name: getattr(self, name) for name in names} | {"data": self.batches.get_state()}
         state["config"] = comparable(self.config)
         state["depth"] = to_json(self.trainable.plan)
-        arrays = (self.trainable, self.opt_state)
-        checkpoints.save(self.output, arrays, state, keep=self.config.train.keep, best=self.best_step)
+        checkpoints.save(self.output, self._arrays(), state, keep=self.config.train.keep, best=self.best_step)
         self.saved_step = self.step
+
+    def _arrays(self) -> tuple[Any, ...]:
+        """All that updates change: what is trained, the optimizer's state, and biases of routers where they move."""
+        if self.config.train.balance is None:
+            return self.trainable, self.opt_state
+        return self.trainable, self.opt_state, partition(self.frozen, trainable=is_bias)[0]
+
+    def _with(self, biases: Sequence[Any]) -> Any:
+        """What is frozen, with the biases of a checkpoint that has them."""
+        return combine(biases[0], partition(self.frozen, trainable=is_bias)[1]) if biases else self.frozen
 
     def _resume(self) -> None:
         saved = checkpoints.found(self.output)
@@ -243,7 +259,8 @@ class Trainer:
         ):
             was = ", ".join(f"{k} was {latest.state['config'].get(k)!r}, is {ours.get(k)!r}" for k in different)
             raise RunConfigError(f"{self.output} holds a run of another configuration: {was}; choose another output")
-        self.trainable, self.opt_state = _restored(latest, (self.trainable, self.opt_state))
+        self.trainable, self.opt_state, *biases = _restored(latest, self._arrays())
+        self.frozen = self._with(biases)
         for name in ("step", "tokens", "best", "best_step", "stale"):
             setattr(self, name, latest.state[name])
         self.batches.set_state(latest.state["data"])
@@ -258,7 +275,7 @@ class Trainer:
         return next((found[i] for i in sorted(found) if found[i] is not None), None)
 
 
-def _restored(saved: checkpoints.Saved, now: tuple[Any, Any]) -> tuple[Any, Any]:
+def _restored(saved: checkpoints.Saved, now: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arrays of a checkpoint where `now` lies, also from other pipeline stages: these stack layers otherwise."""
     plan, was = now[0].plan, from_json(saved.state["depth"])
     if was == plan:

@@ -15,7 +15,7 @@ from trillion_moe.blueprint import Initializer, Spec, constant, init, is_spec, u
 from trillion_moe.sharding import as_placed
 from trillion_moe.transforms.segments import Rows, split_segments
 from trillion_moe.transforms.targets import COUNTED, GROUPS, Place, axes, choose, dims, moe_layers, places
-from trillion_moe.weights import LoRA
+from trillion_moe.weights import ARRANGED, LoRA, is_arranged
 
 Routed = Literal["independent", "shared_a", "shared"]
 Experts = tuple[int, ...] | tuple[tuple[int, tuple[int, ...]], ...]
@@ -123,6 +123,8 @@ def add_lora(model: Any, cfg: LoRAConfig, key: jax.Array | None = None) -> Any:
     ValueError for a target that matches nothing or has an adapter already, for experts that do not fit, and for a key
     with a blueprint or none with arrays.
     """
+    if is_arranged(model):
+        raise ValueError(f"this model takes no adapter: {ARRANGED}")
     blueprint = any(map(is_spec, jax.tree.leaves(model)))
     if blueprint and key is not None:
         raise ValueError("a blueprint takes no key: blueprint.init draws its adapters with the rest")

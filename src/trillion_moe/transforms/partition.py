@@ -6,8 +6,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from trillion_moe.transforms.targets import Place, is_weight, places
-from trillion_moe.weights import LoRA
+from trillion_moe.transforms.targets import Place, is_bias, is_weight, places
+from trillion_moe.weights import ARRANGED, LoRA, is_arranged
 
 Trainable = Literal["lora", "all"] | Callable[[str], bool]
 
@@ -20,6 +20,8 @@ def partition(model: Any, *, trainable: Trainable = "lora") -> tuple[Any, Any]:
     array's name (``layers.3.attention.q``, ``layers.3.attention.q.a``), which must say the same of all repeats of a
     stacked array. Integers, packed weights among them, are always frozen. ValueError if nothing is left to train.
     """
+    if is_arranged(model):
+        raise ValueError(f"this model cannot be trained: {ARRANGED}")
     leaves, treedef = jax.tree.flatten(model)
     trained = [_is_float(leaf) and wanted for leaf, wanted in zip(leaves, _wanted(model, trainable), strict=True)]
     if not any(trained):
@@ -51,7 +53,7 @@ def _wanted(model: Any, trainable: Trainable) -> list[bool]:
         return [_agreed(place, trainable) for place in places(model, inside=True)[0]]
     match trainable:
         case "all":
-            return [not p.names[0].endswith("router.bias") for p in places(model, inside=True)[0]]
+            return [not is_bias(p.names[0]) for p in places(model, inside=True)[0]]
         case "lora":
             return [flag for w in jax.tree.leaves(model, is_leaf=is_weight) for flag in _adapter_arrays(w)]
     raise ValueError(f"trainable = {trainable!r}: legal is 'lora', 'all' or a function of an array's name")

@@ -93,6 +93,11 @@ def _place(plan, numbers: list, path: list, leaf: Any) -> Place:
     return Place(names, layers, starts, group, leaf, rows if segment.repeats > 1 else None)
 
 
+def is_bias(name: str) -> bool:
+    """Of an array's name, whether it is a router's bias, which no gradient trains."""
+    return name.endswith("ffn.router.bias")
+
+
 def moe_layers(model: Any) -> tuple[int, ...]:
     """The layers with routed experts, in order: the rows of ``metrics["expert_counts"]``."""
     return tuple(sorted({i for p in places(model)[0] if p.group == "routed_experts" for i in p.layers}))
