@@ -374,10 +374,10 @@ def loss_sum(
             "expert_counts": jnp.stack(counts),
             "dropped": jnp.sum(jnp.stack([layer["dropped"] for layer in moe])),
         }
+        metrics |= {name: jnp.stack([layer[name] for layer in moe]) for name in asked_axes(asked)}
+    if LOSS in metrics:
+        metrics[LOSS] = jnp.sum(metrics[LOSS])
+        total = total + metrics[LOSS]
     if travelled := [layer["exchange"] for layer in moe if "exchange" in layer]:
         metrics["exchange"] = jax.tree.map(lambda *layers: sum(layers), *travelled)
-        metrics |= {name: jnp.stack([layer[name] for layer in moe]) for name in asked_axes(asked)}
-        if LOSS in metrics:
-            metrics[LOSS] = jnp.sum(metrics[LOSS])
-            total = total + metrics[LOSS]
     return total, metrics

@@ -209,7 +209,7 @@ def losses(monkeypatch):
     """An update adds 1 to all that is trained, which is 0 at first (see `zero`); evaluations give these losses."""
     losses = []
 
-    def gradients(trainable, frozen, batch, key, *, remat, dropout):
+    def gradients(trainable, frozen, batch, key, *, remat, dropout, balance):
         return {}, {"tokens": batch["loss_mask"].sum(), "loss": jnp.float32(1)}
 
     def update(optimizer, trainable, opt_state, grads, sums):

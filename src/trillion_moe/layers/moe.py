@@ -83,13 +83,15 @@ class MoE(nnx.Module):
         """
         z_BTL = x_BTD if self.latent_down is None else dot(x_BTD, self.latent_down)
         tokens, bank = dims("batch", "time", None), axes_like(self.experts, Experts(cfg, dtype="float32"))
+        apart = layout is not None and layout.size("ep") > 1
+        counted = {"expert_counts": dims(), "dropped": dims()} | ({"exchange": dims()} if apart else {})
         routed = island(
             layout,
             partial(_routed, cfg=cfg, layout=layout),
             (dims(), bank, tokens, tokens, dims("batch", "time"), dims("batch", None)),
             (
                 tokens,
-                {"expert_counts": dims(), "dropped": dims()} | asked_axes(asked),
+                counted | asked_axes(asked),
                 {"router_ids": tokens, "router_weights": tokens, "router_logits": tokens},
             ),
         )
