@@ -81,7 +81,7 @@ def test_every_transport_is_made() -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_both_ways_are_each_others_transpose(transport: str) -> None:
-    """<there(x), y> = <x, back(y)> for every x and y, also of what goes with x; `combine` is the gradient, to the bit."""
+    """<there(x), y> = <x, back(y)> for every x and y, what goes along too; `combine` is the gradient, to the bit."""
     wanted = WANTED["some"]
 
     def f(x_NL, w_NK, wanted_NP, y_ML, v_MK):
