@@ -326,8 +326,8 @@ def dispatch(made: Transport, x_NL: jax.Array, exact: Any = (), wire: str | None
     linear = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     floats = [leaf for leaf, yes in zip(leaves, linear, strict=True) if yes]
     others = [leaf for leaf, yes in zip(leaves, linear, strict=True) if not yes]
-    found: Any = _dispatched(wire, made, x_NL, floats, others)
-    x_ML, floats, others = found
+    moved: Any = _dispatched(wire, made, x_NL, floats, others)
+    x_ML, floats, others = moved
     arrived = {True: iter(floats), False: iter(others)}
     return x_ML, treedef.unflatten([next(arrived[yes]) for yes in linear])
 

@@ -22,7 +22,7 @@ class Work(NamedTuple):
     flops: int = 0
     kernels: int = 0
 
-    def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
+    def __add__(self, other: "Work") -> "Work":
         return Work(self.flops + other.flops, self.kernels + other.kernels)
 
     def times(self, count: int) -> "Work":
