@@ -218,7 +218,7 @@ def losses(monkeypatch):
 
     monkeypatch.setattr(loop, "_gradients", gradients)
     monkeypatch.setattr(loop, "_update", update)
-    monkeypatch.setattr(loop, "_evaluation", lambda *_: (jnp.float32(losses.pop(0)), jnp.int32(1), jnp.int32(0)))
+    monkeypatch.setattr(loop, "_evaluation", lambda *_: (jnp.float32(losses.pop(0)), jnp.int32(1), *[jnp.int32(0)] * 2))
     return losses
 
 
