@@ -141,6 +141,8 @@ def test_over_a_mesh_as_on_one_device(name: str, sizes: dict[str, int], options:
     for parameter, grad in one_grads.items():
         difference = np.linalg.norm(grads[parameter] - grad)
         assert difference <= 1e-9 * np.linalg.norm(grad), parameter
+        if parameter.endswith("router.weight"):  # fault 37: through the weights of experts that are elsewhere, too
+            assert np.linalg.norm(grad) > 0
 
 
 def test_logits_and_caches_over_a_mesh() -> None:
