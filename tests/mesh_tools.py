@@ -126,3 +126,5 @@ def assert_as_on_one_device(name: str, layout: Layout) -> None:
     for parameter, grad in one_grads.items():
         difference = np.linalg.norm(grads[parameter] - grad)
         assert difference <= 1e-9 * np.linalg.norm(grad), parameter
+        if parameter.endswith("router.weight"):  # fault 37: through the weights of experts that are elsewhere, too
+            assert np.linalg.norm(grad) > 0

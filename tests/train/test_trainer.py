@@ -142,7 +142,7 @@ def test_dropout_is_part_of_what_is_differentiated(unbroken, trainer, config) ->
     """Features that a pass leaves out have no gradient in it."""
     trainable, frozen = tm.partition(unbroken[1].model)
     batch, key = loop.on_devices(next(trainer(config()).batches), None), jax.random.key(5)
-    grads, _ = loop._gradients(trainable, frozen, batch, key, remat=False, dropout=0.25)
+    grads, _ = loop._gradients(trainable, frozen, batch, key, remat=False, dropout=0.25, balance=None)
     name = "layers.0.attention.o.a"
     grad, out = arrays(grads)[name], (arrays(drop_inputs(trainable, key, 0.25))[name] == 0).all(axis=-1)
     assert 0 < out.sum() < len(out)
