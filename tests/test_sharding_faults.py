@@ -208,11 +208,13 @@ def test_a_part_without_gradient_in_one_of_two_batches() -> None:
 def test_a_mesh_is_as_many_devices_as_its_axes_multiply_to() -> None:
     """fault 123: a legal number of devices was refused, as some axes were counted into their product and some not. All
     six are: what is more than there is, is refused with the product; what is less takes the first devices."""
-    for sizes in ({"tp": 2, "dp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 2}, {"fsdp": 8}):
+    for sizes in ({"tp": 2, "dp": 2, "ep": 2}, {"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 2}, {"fsdp": 8}):
         assert Layout.make(sizes).mesh.devices.size == 8
     few = Layout.make({"tp": 2, "ep": 3})
     assert list(few.mesh.devices.flat) == jax.devices()[:6]
     with pytest.raises(LayoutError, match=r"^tp 2 x dp 2 x ep 4 = 16 devices, but there are 8$"):
         Layout.make({"tp": 2, "dp": 2, "ep": 4})
+    with pytest.raises(LayoutError, match=r"^tp 2 x pp 2 x ep 4 = 16 devices, but there are 8$"):
+        Layout.make({"tp": 2, "pp": 2, "ep": 4})
     with pytest.raises(LayoutError, match=r"mine: tiers span \[8\], which must rise to the 16 devices of its axes"):
         Machine("mine", "cpu", {"tp": 2, "dp": 2, "ep": 4}, (MEMORY.switched(8),))

@@ -28,7 +28,7 @@ from trillion_moe.layers.balance import LOSS, Balancing
 from trillion_moe.layers.block import Block, Context
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.schedule import Job, Schedule
-from trillion_moe.layers.segments import Plan, staged
+from trillion_moe.layers.segments import Plan, schedule_of, staged
 from trillion_moe.layers.vocabulary import cross_entropy
 from trillion_moe.ops import accumulator
 from trillion_moe.sharding import BATCH, Layout
@@ -105,8 +105,7 @@ class Pipe:
         """batch: rows of tokens, which the layout can cut (`sharding.check_batch`)."""
         segment = staged(plan)
         assert segment is not None
-        micro = layout.microbatches or batch // layout.size(*BATCH)
-        schedule = Schedule(segment.stages, segment.virtual, micro, layout.schedule == "gpipe")
+        schedule = schedule_of(segment, layout, batch)
         rows = 1 if cfg.attn_res_block is None else 1 - -cfg.num_layers // cfg.attn_res_block
         return cls(
             cfg, layout, layout.within, schedule, segment.repeats // (segment.stages * segment.virtual), rows, balance

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from trillion_moe.blueprint import layer_numbers
 from trillion_moe.config import ModelConfig
-from trillion_moe.sharding import Layout, LayoutError
+from trillion_moe.layers.schedule import Schedule
+from trillion_moe.sharding import BATCH, Layout, LayoutError
 
 SCAN_ABOVE = 16  # layers; a shallower model is unrolled, which runs faster and still compiles in seconds
 PERIODS = range(1, 9)  # lengths of a run of layers that may repeat
@@ -181,6 +182,44 @@ def _groups(pattern: tuple[LayerSpec, ...], places: list[int]) -> int:
 def _fills(kinds: tuple[LayerSpec, ...], runs: int) -> bool:
     groups = _groups(*_best_groups(kinds, runs))
     return groups > 0 and (runs - 1) * -(-groups // runs) < groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Of a batch over pipeline stages. slots: for layers, of which `empty` hold none and are computed for nothing.
+    bubble: share of its time that a stage waits."""
+
+    stages: int
+    virtual: int
+    microbatches: int
+    schedule: str
+    bubble: float
+    slots: int
+    empty: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.stages} stages x {self.virtual} runs of layers, {self.microbatches} microbatches, {self.schedule}: "
+            f"bubble {self.bubble:.0%}, {self.empty} of {self.slots} slots empty"
+        )
+
+
+def schedule_of(segment: Segment, layout: Layout, rows: int) -> Schedule:
+    """Of a batch of so many rows, which the layout can cut (`sharding.check_batch`)."""
+    micro = layout.microbatches or rows // layout.size(*BATCH)
+    return Schedule(segment.stages, segment.virtual, micro, layout.schedule == "gpipe")
+
+
+def stages_of(plan: Plan, layout: Layout | None, rows: int) -> Stages | None:
+    """None without stages."""
+    segment = staged(plan)
+    if segment is None or layout is None:
+        return None
+    schedule, slots = schedule_of(segment, layout, rows), [n for repeat in segment.numbers or () for n in repeat]
+    return Stages(
+        schedule.stages, schedule.virtual, schedule.microbatches, layout.schedule, schedule.bubble, len(slots),
+        slots.count(None),
+    )  # fmt: skip
 
 
 def staged(plan: Plan) -> Segment | None:

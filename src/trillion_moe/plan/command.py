@@ -63,6 +63,8 @@ def _said(plan: dict[str, Any], compiled: Compiled) -> str:
         f"  arguments {compiled.argument_bytes / 1e9:.1f} GB, temporaries {compiled.temp_bytes / 1e9:.1f} GB, "
         f"in host memory {compiled.host_bytes / 1e9:.1f} GB; compiled in {plan['seconds']:.0f} s",
     ]
+    if compiled.pipeline is not None:
+        lines.append(f"  {compiled.pipeline}")
     for row in compiled.collectives:
         where = row.axes or "(not along mesh axes)"
         lines.append(

@@ -13,6 +13,7 @@ from trillion_moe import aot
 from trillion_moe.blueprint import is_spec
 from trillion_moe.compiler import OPTIONS
 from trillion_moe.config import ModelConfig
+from trillion_moe.layers.segments import Stages, stages_of
 from trillion_moe.meshes.chips import Chip, Gpu
 from trillion_moe.meshes.machine import Machine, compiled_for
 from trillion_moe.model import least_tokens
@@ -36,6 +37,7 @@ class Compiled:
 
     rows: int
     tokens: int
+    pipeline: Stages | None
     peak_bytes: int
     argument_bytes: int
     temp_bytes: int
@@ -81,6 +83,7 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     return Compiled(
         rows,
         tokens,
+        stages_of(trained.plan, layout, rows),
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,

@@ -22,6 +22,7 @@ from trillion_moe.data.processor import Processor, load_processor
 from trillion_moe.data.report import decode_marked, statistics
 from trillion_moe.data.rows import DataError, read_rows
 from trillion_moe.distributed import NAMES, Processes, current
+from trillion_moe.layers.segments import stages_of
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Model
 from trillion_moe.programs import blueprint
@@ -94,6 +95,8 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     check_rows(config, cfg, layout, (train, held_out))
     check_balance(config, cfg)
     model = _adapted(load(config.model, dtype=config.dtype, mesh=layout), config)
+    if processes.first and (stages := stages_of(model.plan, layout, rows_of_a_pass(config, layout))):
+        print(stages, file=sys.stderr)
     if args.dry_run:
         if processes.first:
             _describe(model, config, train, processor)
