@@ -27,6 +27,7 @@ from trillion_moe.layers.segments import (
 from trillion_moe.meshes.machine import MEMORY, Machine
 from trillion_moe.model import Model
 from trillion_moe.sharding import Layout, LayoutError
+from trillion_moe.transforms import arrange_experts
 from trillion_moe.transforms.segments import restack
 
 K3 = Path(__file__).parent.parent / "configs" / "kimi_k3"
@@ -246,3 +247,16 @@ def test_what_stages_cannot_do_is_refused() -> None:
         sharding.place(model, Layout.make({"dp": 2}))
     with pytest.raises(LayoutError, match="runs over their mesh alone"):
         tm.forward(Model(tiny_k3(), plan=staged_plan(tiny_k3(), 2)), tokens)
+
+
+def test_experts_on_stages_are_not_arranged() -> None:
+    model = tm.place(filled(tiny_k3(**HEADS)), Layout.make({"pp": 2}))
+    with pytest.raises(ValueError, match="lies on pipeline stages, which do not generate: legal is a mesh with pp = 1"):
+        arrange_experts(model, np.tile(np.arange(8), (4, 1)))
+
+
+def test_layers_that_are_not_alike_are_not_stacked() -> None:
+    model = filled(tiny_k3(**HEADS))
+    adapted = tm.add_lora(model, tm.LoRAConfig(targets=("layers.3.attention.o",)), jax.random.key(0))
+    with pytest.raises(ValueError, match="not alike, as some have adapters"):
+        tm.place(adapted, Layout.make({"pp": 2}))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from tests.mesh_tools import HEADS, TWO, assert_as_on_one_device, problem
+from tests.mesh_tools import HEADS, TWO, VISION, WITHIN, assert_as_on_one_device, problem
 from tests.tiny import LINEAR, MOE, filled, tiny_k3
 
 import trillion_moe as tm
@@ -154,8 +154,6 @@ def test_errors() -> None:
         Layout.make({"x": 2})
     with pytest.raises(LayoutError, match="dp 4 x tp 4 = 16 devices, but there are 8"):
         Layout.make({"dp": 4, "tp": 4})
-    with pytest.raises(LayoutError, match="mesh axis pp=2: legal is 1, pipeline stages are not built yet"):
-        Layout.make({"pp": 2})
     with pytest.raises(LayoutError, match="mesh axis tp=0: legal are sizes from 1"):
         Layout.make({"tp": 0})
     with pytest.raises(LayoutError, match="a rule for 'heds', which is no logical axis"):
@@ -188,7 +186,7 @@ def test_errors() -> None:
         ({"wire": "float8_e4m3fn"}, "wire = 'float8_e4m3fn' over ep = 1: legal is float8_e4m3fn, where ep is above 1"),
         ({"rules": {"expert_mlp": ("cp",)}}, "the rule of 'expert_mlp' is ('cp',): legal is () or ('tp',)"),
         ({"rules": {"time": ()}}, "the rule of 'time' is (): legal is ('cp',)"),
-        ({"rules": {"batch": ("dp",)}}, "the rule of 'batch' is ('dp',): legal is ('dp', 'fsdp', 'ep')"),
+        ({"rules": {"batch": ("dp",)}}, "the rule of 'batch' is ('dp',): legal is ('pp', 'dp', 'fsdp', 'ep')"),
         ({"rules": {"vocab": ()}}, "the rule of 'vocab' is (): legal is ('tp',)"),
         ({"rules": {"expert": ()}}, "the rule of 'expert' is (): legal is ('ep',)"),
         ({"rules": {"expert_embed": ("tp",)}}, "the rule of 'expert_embed' is ('tp',): legal is ()"),

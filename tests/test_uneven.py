@@ -12,9 +12,10 @@ from tests.tiny import KDA, MLA, MOE, tiny_k3
 
 import trillion_moe as tm
 from trillion_moe import checkpoint
-from trillion_moe.blueprint import leaf_names, path_parts, repeat_starts
+from trillion_moe.blueprint import layer_numbers, leaf_names, path_parts
 from trillion_moe.cli import main
-from trillion_moe.model import Model, depth_plan
+from trillion_moe.layers.segments import depth_plan
+from trillion_moe.model import Model
 from trillion_moe.sharding import Layout, LayoutError, shardings
 from trillion_moe.transforms.targets import places
 
@@ -87,7 +88,7 @@ def test_names_are_those_of_adapters_and_files() -> None:
     """Of every array of a model with a stack, a tower and layers by themselves."""
     cfg = tiny_k3(num_layers=6, attention=("kda", "mla") * 3, mlp=("dense",) + ("moe",) * 5, **SIZES)
     model = Model(cfg, plan=depth_plan(cfg, scan=True))
-    starts = repeat_starts(model.plan)
+    starts = layer_numbers(model.plan)
     flat, _ = jax.tree_util.tree_flatten_with_path(model)
     names = [leaf_names(starts, path_parts(path)) for path, _ in flat]
     assert names == [place.names for place in places(model)[0]]

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Several processes on this host as one run, each with its share of the devices:
+# Several processes on this host as one run. Of CPUs each makes its own devices; of accelerators each takes all it sees,
+# unless JAX_LOCAL_DEVICE_IDS or the like says which:
 #
 #     JAX_NUM_CPU_DEVICES=4 configs/launch/local.sh 2 trillion-moe train --config lora --set 'mesh={"fsdp": 8}' ...
 #

@@ -23,7 +23,7 @@ from trillion_moe.data.chat import ChatError
 from trillion_moe.data.image_files import ImageError
 from trillion_moe.data.rows import DataError
 from trillion_moe.data.tokenizer import TokenizerError
-from trillion_moe.distributed import ProcessesError, join, report
+from trillion_moe.distributed import ProcessesError, add_place_flags, join, place_flags, report
 from trillion_moe.generate import command
 from trillion_moe.ops import using
 from trillion_moe.plan import command as plan_command
@@ -102,11 +102,11 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         return _parser().parse_args(argv)
     except _UsageError as usage:
-        if [*argv[:1]] == ["train"]:
+        if {*argv[:1]} & {"train", "profile"}:
             flags = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-            train_command.add_place_flags(flags)
+            add_place_flags(flags)
             with contextlib.suppress(ProcessesError, argparse.ArgumentError):  # then there is nobody to tell
-                report(train_command.place_flags(flags.parse_known_args(argv)[0]), usage.message)
+                report(place_flags(flags.parse_known_args(argv)[0]), usage.message)
         argparse.ArgumentParser.error(usage.parser, usage.message)
 
 
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=plan_command.run)
     profile = verbs.add_parser("profile", help="time the collectives of a mesh, and a training step, on these devices")
     profile_command.add_arguments(profile)
-    profile.set_defaults(run=profile_command.run)
+    profile.set_defaults(run=_profile)
     verify = verbs.add_parser("verify", help="try every operator of a model on this machine, against float64")
     verify_command.add_arguments(verify)
     verify.set_defaults(run=verify_command.run)
@@ -221,8 +221,13 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    with join(train_command.place_flags(args), known=ERRORS):
+    with join(place_flags(args), known=ERRORS):
         return _trained(args)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    with join(place_flags(args), known=ERRORS):
+        return profile_command.run(args)
 
 
 def _trained(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from flax import nnx
 from trillion_moe.balance import BalanceConfig
 from trillion_moe.blueprint import Spec, constant, normal, stack
 from trillion_moe.config import ModelConfig
-from trillion_moe.layers import pipeline
+from trillion_moe.layers import pipeline, pipeline_loss, stages
 from trillion_moe.layers.balance import LOSS, Balancing, asked_axes
 from trillion_moe.layers.block import Block, Context
 from trillion_moe.layers.depth import Run, attention_residuals, residual_stream
@@ -181,7 +181,7 @@ def embed(model: Model, tokens_BT, features: Features | None = None, segments_BT
 
 def _on_stages(
     model: Model, x_RTD, segments_RT, balance: BalanceConfig | None = None
-) -> tuple[pipeline.Pipe, tuple[Any, ...], pipeline.Grid, Any]:
+) -> tuple[pipeline.Pipe, tuple[Any, ...], stages.Grid, Any]:
     """How this batch goes over the stages: their layers, what the layers are, and the microbatches ``[M, n, B, T, D]``
     as they come to the first."""
     segment = staged(model.plan)
@@ -191,7 +191,7 @@ def _on_stages(
     pipe = pipeline.Pipe.make(model.config, model.plan, model.layout, len(x_RTD), balance)
     *lead, blocks = model.segments
     rows = pipe.lead(lead[0] if lead else (), x_RTD, segments_RT)
-    return pipe, blocks, pipeline.grid(model.plan, model.config), pipe.parted(rows, 1)
+    return pipe, blocks, stages.grid(model.plan, model.config), pipe.parted(rows, 1, apart=True)
 
 
 def _over_stages(model: Model, x_RTD, segments_RT, caches, tracing: bool):
@@ -200,7 +200,7 @@ def _over_stages(model: Model, x_RTD, segments_RT, caches, tracing: bool):
         raise LayoutError("over pipeline stages there are neither caches nor traces: legal is a mesh with pp = 1")
     segments_RT = _documents(x_RTD, segments_RT)
     pipe, blocks, grid, first = _on_stages(model, x_RTD, segments_RT)
-    mixed_MBTD, aux = pipeline.run(pipe, blocks, grid, model.out_res, first, pipeline.Tokens(pipe.parted(segments_RT)))
+    mixed_MBTD, aux = pipeline.run(pipe, blocks, grid, model.out_res, first, stages.Tokens(pipe.parted(segments_RT)))
     x_RTD = pin(model.layout, pipe.whole(mixed_MBTD), "batch", "time", None)
     hidden_RTD = rms_norm(x_RTD, model.norm, model.config.rms_norm_eps)
     return hidden_RTD, None, _by_layer(model, aux), (x_RTD, None)
@@ -359,9 +359,9 @@ def loss_sum(
     if staged(model.plan):
         segments_BT = _documents(x_BTD, batch.get("segments"))
         pipe, blocks, grid, first = _on_stages(model, x_BTD, segments_BT, balance)
-        tokens = pipeline.Tokens(*map(pipe.parted, (segments_BT, targets_BT, counted_BT)))
-        tail = pipeline.Tail(model.out_res, model.norm, _head(model))
-        total, correct, aux = pipeline.loss(pipe, blocks, grid, tail, first, tokens)
+        tokens = stages.Tokens(*map(pipe.parted, (segments_BT, targets_BT, counted_BT)))
+        tail = stages.Tail(model.out_res, model.norm, _head(model))
+        total, correct, aux = pipeline_loss.loss(pipe, blocks, grid, tail, first, tokens)
         aux = _by_layer(model, aux)
     else:
         hidden_BTD, _, aux, _ = trunk(model, x_BTD, batch.get("segments"), remat=remat, asked=asked)

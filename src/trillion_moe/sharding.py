@@ -179,6 +179,8 @@ class Layout:
         stages = self.size("pp")
         if self.schedule not in SCHEDULES:
             raise LayoutError(f"no schedule {self.schedule!r}: legal are {', '.join(SCHEDULES)}")
+        if stages == 1 and self.schedule != SCHEDULES[0]:
+            raise LayoutError(f"schedule = {self.schedule!r} over pp = 1 has no effect: legal is {SCHEDULES[0]!r}")
         if self.virtual < 1 or (stages == 1 and self.virtual != 1):
             raise LayoutError(f"virtual = {self.virtual} over pp = {stages}: legal is at least 1, and 1 without stages")
         if self.microbatches is not None and (self.microbatches < 1 or self.microbatches % stages):

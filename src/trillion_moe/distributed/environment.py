@@ -7,6 +7,7 @@
 Without any of them JAX is asked, which knows SLURM, TPU pods, Open MPI and, with the package `kubernetes`, Jobs.
 """
 
+import argparse
 import os
 import warnings
 from collections.abc import Mapping
@@ -92,7 +93,11 @@ def _detected(environ: Mapping[str, str]) -> Place:
 
 def _devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     given = environ.get("JAX_LOCAL_DEVICE_IDS")
-    return None if not given else tuple(int(number) for number in given.split(","))
+    if not given:
+        return None
+    if not all(number.strip().isdecimal() for number in given.split(",")):
+        raise ProcessesError(f"JAX_LOCAL_DEVICE_IDS = {given!r}: legal are numbers from 0 with commas between")
+    return tuple(int(number) for number in given.split(","))
 
 
 def _number(name: str, value: str | None, found: Mapping[str, str | None]) -> int:
@@ -113,3 +118,16 @@ def _check_address(address: str, found: Mapping[str, str | None]) -> None:
 
 def _listed(found: Mapping[str, str | None]) -> str:
     return ", ".join(f"{name}={value}" for name, value in found.items()) or "nothing"
+
+
+def add_place_flags(parser: argparse.ArgumentParser) -> None:
+    given = "each is started with the same flags; SLURM, a TPU pod or TRILLION_MOE_* in the environment say which it is"
+    processes = parser.add_argument_group("several processes", given)
+    processes.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
+    processes.add_argument("--processes", metavar="N", help="how many there are; 1: alone, whatever else is set")
+    processes.add_argument("--process", metavar="I", help="which one this is, from 0")
+
+
+def place_flags(args: argparse.Namespace) -> dict[str, str | None]:
+    """What the flags say of this process among others, as `join` takes it."""
+    return {name: getattr(args, name) for name in NAMES}

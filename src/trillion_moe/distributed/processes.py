@@ -90,7 +90,15 @@ _current = Processes()
 
 
 def current() -> Processes:
-    """The processes of the context that this is called in; outside of one, this process alone."""
+    """The processes of the context that this is called in; outside of one, this process alone.
+
+    ProcessesError outside of one where JAX has joined others: nobody would know who writes what.
+    """
+    if _current.count == 1 and jax.distributed.is_initialized() and jax.process_count() > 1:
+        raise ProcessesError(
+            f"JAX has joined {jax.process_count()} processes by itself: legal is `with distributed.join():` "
+            "in place of jax.distributed.initialize()"
+        )
     return _current
 
 

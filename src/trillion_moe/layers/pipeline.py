@@ -11,81 +11,26 @@ its rows, each stage taking its share of the tokens.
 """
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from trillion_moe.balance import BalanceConfig
-from trillion_moe.blueprint import layer_numbers
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers.balance import LOSS, Balancing
 from trillion_moe.layers.block import Block, Context
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.schedule import Job, Schedule
 from trillion_moe.layers.segments import Plan, schedule_of, staged
+from trillion_moe.layers.stages import Grid, Slot, Tail, Tokens, nth
 from trillion_moe.layers.vocabulary import cross_entropy
 from trillion_moe.ops import accumulator
 from trillion_moe.sharding import BATCH, Layout
 
 Blocks = tuple[Block, ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Tail:
-    """What follows the layers: the final mix (None without attention residuals), norm, and the head as a weight."""
-
-    out_res: Any
-    norm: Any
-    head: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Of the microbatches: documents, targets and which of these count, each ``[M, B, T]``; the latter for a loss."""
-
-    segments: Any
-    targets: Any = None
-    counted: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """Of the groups of a stage ``[G]`` and their slots ``[G, P]``: the layer in a slot (-1 for none), its row, whether
-    no later layer of the run adds to that row; and the row that a run begins with."""
-
-    number: Any
-    row: Any
-    last: Any
-    start: Any
-
-
-def grid(plan: Plan, cfg: ModelConfig) -> Grid:
-    """Of all groups, as the plan has them."""
-    segment, numbers = next(
-        (s, np.array([[-1 if n is None else n for n in group] for group in repeats], np.int32))
-        for s, repeats in zip(plan, layer_numbers(plan), strict=True)
-        if s.numbers
-    )
-    row = np.maximum(numbers, 0) // cfg.attn_res_block + 1 if cfg.attn_res_block else np.zeros_like(numbers)
-    last, start = np.zeros(numbers.shape, bool), np.zeros(len(numbers), np.int32)
-    each = len(numbers) // (segment.stages * segment.virtual)
-    for run in range(0, len(numbers), each):
-        at = slice(run, run + each)
-        real = numbers[at] >= 0
-        for r in {*row[at][real]}:
-            ends = real & (row[at] == r)
-            last[at][ends & (numbers[at] == numbers[at][ends].max())] = True
-        start[at] = row[at][real][np.argmin(numbers[at][real])]
-    return Grid(numbers, row.astype(np.int32), last, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +58,14 @@ class Pipe:
 
     # --- batches to microbatches --------------------------------------------------------------------------------------
 
-    def parted(self, x_RT: jax.Array, axis: int = 0) -> jax.Array:
-        """Rows of a batch, along `axis`, to ``[M, B]`` of microbatches, with nothing moved but between stages."""
+    def parted(self, x_RT: jax.Array, axis: int = 0, *, apart: bool = False) -> jax.Array:
+        """Rows of a batch, along `axis`, to ``[M, B]`` of microbatches, every stage with all of them or a part, with
+        nothing moved but between stages."""
         p, d, m = self.schedule.stages, self.layout.size(*BATCH), self.schedule.microbatches
         shape, (before, after) = x_RT.shape, (x_RT.shape[:axis], x_RT.shape[axis + 1 :])
         x = x_RT.reshape(*before, p, d, m // p, shape[axis] // (m * d), *after)
         x = jnp.moveaxis(jnp.moveaxis(x, axis + 2, axis + 1), range(axis, axis + 2), (0, 1))
-        return self.pin(x.reshape(m, *before, -1, *after), "batch")
+        return self.pin(x.reshape(m, *before, -1, *after), "stages" if apart else None)
 
     def whole(self, x_MB: jax.Array) -> jax.Array:
         """The inverse of `parted`, of one with axis 0."""
@@ -127,14 +73,15 @@ class Pipe:
         x = x_MB.reshape(p, m // p, d, -1, *x_MB.shape[2:])
         return jnp.moveaxis(x, 1, 2).reshape(-1, *x_MB.shape[2:])
 
-    def pin(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def pin(self, x: jax.Array, first: str | None = None) -> jax.Array:
         """x ``[..., B, T]`` or ``[..., B, T, D]`` of one or more microbatches, as it lies on a stage."""
         tail = ("batch", "time") if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool else ("batch", "time", None)
-        return self.layout.pin(x, *(None,) * (x.ndim - len(tail)), *tail)
+        axes = [*(None,) * (x.ndim - len(tail)), *tail]
+        return self.layout.pin(x, *([first, *axes[1:]] if first else axes))
 
     # --- one layer ----------------------------------------------------------------------------------------------------
 
-    def layer(self, block: Block, bank, sum_BTD, number, tokens: "Tokens") -> tuple[jax.Array, dict[str, jax.Array]]:
+    def layer(self, block: Block, bank, sum_BTD, number, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
         """-> the running sum behind a layer, and what it reports. number: -1 changes nothing and routes no token.
 
         bank: ``[N, B, T, D]``, of which rows up to the layer's block are read; None without attention residuals.
@@ -175,7 +122,7 @@ class Pipe:
 
     # --- one run of a stage's layers ----------------------------------------------------------------------------------
 
-    def forward(self, blocks: Blocks, grid: Grid, run, rows_NBTD, tokens: "Tokens"):
+    def forward(self, blocks: Blocks, grid: Grid, run, rows_NBTD, tokens: Tokens):
         """-> its rows behind the run, and by slot the sums that layers go on with ``[G, B, T, D]``, and aux."""
 
         def group(rows, g):
@@ -183,8 +130,8 @@ class Pipe:
             for j, block in enumerate(blocks):
                 row = grid.row[g, j]
                 bank = None if self.cfg.attn_res_block is None else rows
-                block = jax.tree.map(lambda leaf: _at(leaf, g), block)
-                kept.append(_at(rows, row))
+                block = jax.tree.map(lambda leaf: nth(leaf, g), block)
+                kept.append(nth(rows, row))
                 new, aux = self.layer(block, bank, kept[-1], grid.number[g, j], tokens)
                 rows = lax.dynamic_update_index_in_dim(rows, new, row, 0)
                 auxes.append(aux)
@@ -193,7 +140,7 @@ class Pipe:
         rows_NBTD, (kept, aux) = lax.scan(group, rows_NBTD, run * self.groups + jnp.arange(self.groups))
         return rows_NBTD, kept, aux
 
-    def backward(self, slots: "list[Slot]", grid: Grid, run, final_NBTD, kept, ct_NBTD, tokens: "Tokens"):
+    def backward(self, slots: list[Slot], grid: Grid, run, final_NBTD, kept, ct_NBTD, tokens: Tokens):
         """Cotangents of the rows behind a run -> of those before it, and by slot of its trained leaves ``[G, ...]``."""
         banked, acc = self.cfg.attn_res_block is not None, accumulator(final_NBTD.dtype)
         first = run * self.groups
@@ -210,8 +157,8 @@ class Pipe:
                     return sum_BTD, aux.get(LOSS)
 
                 # No later layer reads this one's sum as its own: what is read of it has come together in its row.
-                ct_BTD = ct_BTD + jnp.where(grid.last[g, j], _at(ct_NBTD, grid.row[g, j]), 0)
-                train_g = [_at(leaf, g) for leaf in slot.train]
+                ct_BTD = ct_BTD + jnp.where(grid.last[g, j], nth(ct_NBTD, grid.row[g, j]), 0)
+                train_g = [nth(leaf, g) for leaf in slot.train]
                 (_, loss), back = jax.vjp(layer, train_g, final_NBTD if banked else None, kept[j])
                 ct_loss = None if loss is None else jnp.ones_like(loss)  # it is a part of the loss as it is
                 ct_train, ct_bank, ct_BTD = back((self.pin(ct_BTD.astype(final_NBTD.dtype)), ct_loss))
@@ -262,21 +209,44 @@ class Pipe:
     def stage(self, f, args, out_specs):
         """f on every stage by itself. args: pairs of a tree and whether its leaves lie on the stages."""
         trees = tuple(tree for tree, _ in args)
-        specs = tuple(jax.tree.map(lambda _, on=on: _ON if on else _ALL, tree) for tree, on in args)
+        specs = tuple(jax.tree.map(lambda _, on=on: ON if on else ALL, tree) for tree, on in args)
         mesh = self.layout.here()
         return jax.shard_map(
             f, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names={"pp"}, check_vma=False
         )(*trees)  # fmt: skip
 
-    def incoming(self, job: Job, first_MnBTD, buffer_NBTD) -> jax.Array:
-        """The rows that a job begins with."""
-        begun = _at(first_MnBTD, job.microbatch)
+    def incoming(self, tick, first_mnBTD, buffer_NBTD) -> jax.Array:
+        """The rows that this stage's job begins with. first_mnBTD: this stage's part of what comes to the first."""
+        job, of_first = (self.schedule.forward(tick, d) for d in (lax.axis_index("pp"), 0))
+
+        def fetch():
+            owner, i = self._home(of_first, len(first_mnBTD))
+            mine = jnp.where(lax.axis_index("pp") == owner, nth(first_mnBTD, i), 0)
+            return lax.psum(mine, "pp")  # zeros but of one
+
+        nothing = jnp.zeros_like(first_mnBTD[0])
+        begun = lax.cond(of_first.live & (of_first.run == 0), fetch, lambda: nothing)
         begun = jnp.pad(begun, ((0, self.rows - begun.shape[0]), (0, 0), (0, 0), (0, 0)))
         return self.pin(jnp.where((lax.axis_index("pp") == 0) & (job.run == 0), begun, buffer_NBTD))
 
+    def kept_by_owner(self, into_m: jax.Array, job: Job, x: jax.Array, mine) -> jax.Array:
+        """x of a job's microbatch entered into the part of all microbatches of the stage that has it. mine: whether
+        this is the stage that has x."""
+
+        def write():
+            owner, i = self._home(job, len(into_m))
+            found = lax.psum(jnp.where(mine, x, 0), "pp")
+            return enter(into_m, i, found, lax.axis_index("pp") == owner)
+
+        return lax.cond(job.live, write, lambda: into_m)
+
+    def _home(self, job: Job, each: int):
+        """The stage that has a microbatch of which every stage has `each`, and its place there."""
+        return job.microbatch // each, job.microbatch % each
+
     def of(self, job: Job, tokens: Tokens) -> Tokens:
         """Those of a job's microbatch; all are padding where there is no job."""
-        mine = jax.tree.map(lambda x: self.pin(_at(x, job.microbatch)), tokens)
+        mine = jax.tree.map(lambda x: self.pin(nth(x, job.microbatch)), tokens)
         return dataclasses.replace(mine, segments=jnp.where(job.live, mine.segments, 0))
 
     def on(self, x: jax.Array, step: int) -> jax.Array:
@@ -286,23 +256,19 @@ class Pipe:
         return self.pin(lax.ppermute(x, "pp", pairs))
 
 
-_ON, _ALL = PartitionSpec("pp"), PartitionSpec()
+ON, ALL = PartitionSpec("pp"), PartitionSpec()
 
 
-def _at(x: jax.Array, i: Any) -> jax.Array:
-    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+def enter(into: jax.Array, i: Any, new: jax.Array, live: Any) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(into, jnp.where(live, new, nth(into, i)), i, 0)
 
 
-def _enter(into: jax.Array, i: Any, new: jax.Array, live: Any) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(into, jnp.where(live, new, _at(into, i)), i, 0)
-
-
-def _add_run(total: Any, new: Any, job: Job, groups: int) -> Any:
+def add_run(total: Any, new: Any, job: Job, groups: int) -> Any:
     """Counts or gradients ``[G, ...]`` of a run into those of all runs of the stage."""
 
     def one(a, b):
         was = lax.dynamic_slice_in_dim(a, job.run * groups, groups)
-        return lax.dynamic_update_slice_in_dim(a, _added(was, jnp.where(job.live, b, 0)), job.run * groups, 0)
+        return lax.dynamic_update_slice_in_dim(a, added(was, jnp.where(job.live, b, 0)), job.run * groups, 0)
 
     return jax.tree.map(one, total, new)
 
@@ -319,174 +285,27 @@ def run(pipe: Pipe, blocks: Blocks, grid: Grid, out_res: Any, first_MnBTD: jax.A
 
         def tick(carry, t):
             buffer, out, total = carry
-            job = schedule.forward(t, d)
-            rows, _, aux = pipe.forward(blocks, grid, job.run, pipe.incoming(job, first, buffer), pipe.of(job, tokens))
-            ends = job.live & (d == schedule.stages - 1) & (job.run == schedule.virtual - 1)
-            out = _enter(out, job.microbatch, pipe.mixed(out_res, rows), ends)
-            return (pipe.on(rows, 1), out, _add_run(total, aux, job, pipe.groups)), None
+            job, last = schedule.forward(t, d), schedule.forward(t, schedule.stages - 1)
+            rows, _, aux = pipe.forward(blocks, grid, job.run, pipe.incoming(t, first, buffer), pipe.of(job, tokens))
+            ends = dataclasses.replace(last, live=last.live & (last.run == schedule.virtual - 1))
+            out = pipe.kept_by_owner(out, ends, pipe.mixed(out_res, rows), d == schedule.stages - 1)
+            return (pipe.on(rows, 1), out, add_run(total, aux, job, pipe.groups)), None
 
         buffer = jnp.zeros((pipe.rows, *first.shape[2:]), first.dtype)
-        total = _no_aux(pipe, blocks, grid, buffer, tokens)
+        total = no_aux_of(pipe, blocks, grid, buffer, tokens)
         carry = (buffer, jnp.zeros_like(first[:, 0]), total)
         (_, out, total), _ = lax.scan(tick, carry, jnp.arange(schedule.forward_ticks))
-        return lax.psum(out, "pp"), total  # zeros but on the last stage
+        return out, total
 
-    args = ((blocks, True), (grid, True), (out_res, False), (first_MnBTD, False), (tokens, False))
-    return pipe.stage(stages, args, (_ALL, _ON))
+    args = ((blocks, True), (grid, True), (out_res, False), (first_MnBTD, True), (tokens, False))
+    return pipe.stage(stages, args, (ON, ON))
 
 
-def _no_aux(pipe: Pipe, blocks: Blocks, grid: Grid, rows, tokens: Tokens):
+def no_aux_of(pipe: Pipe, blocks: Blocks, grid: Grid, rows, tokens: Tokens):
     """Zeros for the aux of all runs of a stage."""
     aux = jax.eval_shape(lambda: pipe.forward(blocks, grid, 0, rows, pipe.of(pipe.schedule.forward(0, 0), tokens))[2])
     return jax.tree.map(lambda a: jnp.zeros((a.shape[0] * pipe.schedule.virtual, *a.shape[1:]), a.dtype), aux)
 
 
-# --- with gradients --------------------------------------------------------------------------------------------------
-
-
-def loss(pipe: Pipe, blocks: Blocks, grid: Grid, tail: Tail, first_MnBTD: jax.Array, tokens: Tokens):
-    """-> sum of the cross-entropies of the counted targets, how many were the argmax, and aux by slot.
-
-    Where it is differentiated, it goes forwards and back at once, for the leaves that have tangents; else forwards.
-    """
-    leaves, treedef = jax.tree.flatten((blocks, tail, first_MnBTD))
-
-    def plain(leaves, grid, tokens):
-        blocks, tail, first = treedef.unflatten(leaves)
-        mixed_MBTD, aux = run(pipe, blocks, grid, tail.out_res, first, tokens)
-        rows = [pipe.whole(x) for x in (mixed_MBTD, tokens.targets, tokens.counted)]
-        hidden = rms_norm(rows[0], tail.norm, pipe.cfg.rms_norm_eps)
-        return *cross_entropy(tail.head, hidden, rows[1], rows[2], pipe.outer), aux
-
-    def forwards(leaves, grid, tokens):
-        trained = tuple(leaf.perturbed for leaf in leaves)
-        leaves, grid, tokens = jax.tree.map(
-            lambda p: p.value, (leaves, grid, tokens), is_leaf=lambda p: hasattr(p, "perturbed")
-        )
-        out, grads = _there_and_back(pipe, leaves, treedef, trained, grid, tokens)
-        return out, grads
-
-    def backwards(grads, cotangents):
-        ct = cotangents[0]
-        none = isinstance(ct, SymbolicZero)
-        return [None if g is None or none else (g * ct).astype(g.dtype) for g in grads], None, None
-
-    f = jax.custom_vjp(plain)
-    f.defvjp(forwards, backwards, symbolic_zeros=True)
-    return f(leaves, grid, tokens)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """A tree cut into arrays, lists of them, that are frozen and trained. structure: its treedef, and which of them."""
-
-    frozen: Any
-    train: Any
-    structure: tuple[Any, tuple[bool, ...]] = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, tree: Any, trained: Any) -> "Slot":
-        """trained: the same tree of bools."""
-        leaves, treedef = jax.tree.flatten(tree)
-        flags = tuple(jax.tree.leaves(trained))
-        pairs = list(zip(leaves, flags, strict=True))
-        return cls([x for x, t in pairs if not t], [x for x, t in pairs if t], (treedef, flags))
-
-    def tree(self, train: list[jax.Array], frozen: list[jax.Array] | None = None) -> Any:
-        """With other arrays in the place of those that are trained (and frozen)."""
-        treedef, flags = self.structure
-        a, b = iter(train), iter(self.frozen if frozen is None else frozen)
-        return treedef.unflatten([next(a) if t else next(b) for t in flags])
-
-    def block(self, train_g: list[jax.Array], g: Any) -> Any:
-        """Of a stack its repeat g, of which the trained arrays are given."""
-        return self.tree(train_g, [_at(leaf, g) for leaf in self.frozen])
-
-
-def _there_and_back(pipe: Pipe, leaves, treedef, trained: tuple[bool, ...], grid: Grid, tokens: Tokens):
-    """Loss, hits and aux, and gradients of the trained leaves (None for the others)."""
-    (blocks, tail, first), flags = treedef.unflatten(leaves), treedef.unflatten(trained)
-    slots = [Slot.of(block, flag) for block, flag in zip(blocks, flags[0], strict=True)]
-    end = Slot.of(tail, flags[1])
-    args = ((slots, True), (end, False), (first, False), (grid, True), (tokens, False))
-    on, everywhere = [[_ON] * len(slot.train) for slot in slots], [_ALL] * len(end.train)
-    specs = (_ALL, _ALL, _ON, on, everywhere, _ALL if flags[2] else None)
-    total, correct, aux, *grads = pipe.stage(partial(_ticks, pipe, flags[2]), args, specs)
-    found = iter(jax.tree.leaves(grads))  # in the order of the leaves
-    return (total, correct, aux), [next(found) if t else None for t in trained]
-
-
-def _ticks(pipe: Pipe, wanted: bool, slots: list[Slot], end: Slot, first, grid: Grid, tokens: Tokens):
-    """One stage's whole pass -> its part of loss, hits, aux, and gradients. wanted: whether those of `first` are."""
-    schedule, d = pipe.schedule, lax.axis_index("pp")
-    blocks = tuple(slot.tree(slot.train) for slot in slots)
-    wide = [[jnp.zeros(x.shape, accumulator(x.dtype)) for x in slot.train] for slot in slots]
-    wide_end = [jnp.zeros(x.shape, accumulator(x.dtype)) for x in end.train]
-    rows = jnp.zeros((pipe.rows, *first.shape[2:]), first.dtype)
-    zero = jnp.zeros((), accumulator(first.dtype))
-
-    def there(job: Job, incoming):
-        out, _, aux = pipe.forward(blocks, grid, job.run, incoming, pipe.of(job, tokens))
-        return out, aux
-
-    def loss_of(last: Job, final):
-        """Of the microbatch that comes out of the last stage: loss, hits, cotangents of its rows and of the tail."""
-
-        def f(train, final):
-            mine, at = d == schedule.stages - 1, last.microbatch
-            return pipe.tail(end.tree(train), final, mine, _at(tokens.targets, at), _at(tokens.counted, at))
-
-        total, back, correct = jax.vjp(f, end.train, final, has_aux=True)
-        ct_tail, ct_rows = back(jnp.ones_like(total))
-        return total, correct, ct_rows, ct_tail
-
-    def back(job: Job, last: Job, kept, ct_rows):
-        mine = pipe.of(job, tokens)
-        final, sums, _ = pipe.forward(blocks, grid, job.run, kept, mine)
-        nothing = zero, zero.astype(jnp.float32), jnp.zeros_like(rows), no_end
-        comes_out = last.live & (last.run == schedule.virtual - 1)
-        total, correct, ct_out, ct_tail = lax.cond(comes_out, loss_of, lambda *_: nothing, last, final)
-        is_last = (d == schedule.stages - 1) & (job.run == schedule.virtual - 1)
-        ct_rows = jnp.where(job.live, jnp.where(is_last, ct_out, ct_rows), 0)
-        ct_rows, ct_train = pipe.backward(slots, grid, job.run, final, sums, ct_rows, mine)
-        return total, correct, ct_rows, ct_train, ct_tail
-
-    def tick(carry, t):
-        (coming, returning), waiting, ct_first, grads, sums = carry
-        on, off, last = schedule.forward(t, d), schedule.backward(t, d), schedule.backward(t, schedule.stages - 1)
-        incoming = pipe.incoming(on, first, coming)
-        waiting = _enter(waiting, on.index % schedule.kept, incoming, on.live)
-        out, aux = lax.cond(t < schedule.forward_ticks, there, lambda *_: (rows, no_aux), on, incoming)
-        kept = _at(waiting, off.index % schedule.kept)
-        nothing = zero, zero.astype(jnp.float32), rows, no_grads, no_end
-        total, correct, ct_rows, ct_train, ct_tail = lax.cond(
-            t >= schedule.first_backward, back, lambda *_: nothing, off, last, kept, returning
-        )
-        grads = _add_run(grads[0], ct_train, off, pipe.groups), jax.tree.map(_added, grads[1], ct_tail)
-        if ct_first is not None:
-            begun = off.live & (d == 0) & (off.run == 0)
-            ct_first = _enter(ct_first, off.microbatch, ct_rows[: first.shape[1]], begun)
-        sums = sums[0] + total, sums[1] + correct, _add_run(sums[2], aux, on, pipe.groups)
-        return ((pipe.on(out, 1), pipe.on(ct_rows, -1)), waiting, ct_first, grads, sums), None
-
-    no_grads = [[jnp.zeros((pipe.groups, *x.shape[1:]), x.dtype) for x in slot.train] for slot in slots]
-    no_end = [jnp.zeros_like(x) for x in end.train]
-    all_aux = _no_aux(pipe, blocks, grid, rows, tokens)
-    no_aux = jax.tree.map(lambda a: jnp.zeros((pipe.groups, *a.shape[1:]), a.dtype), all_aux)
-    ct_first = jnp.zeros_like(first) if wanted else None
-    waiting = jnp.zeros((schedule.kept, *rows.shape), rows.dtype)
-    sums = zero, zero.astype(jnp.float32), all_aux
-    carry = (rows, rows), waiting, ct_first, (wide, wide_end), sums
-    (_, _, ct_first, grads, sums), _ = lax.scan(tick, carry, jnp.arange(schedule.ticks))
-    found = [
-        [g.astype(x.dtype) for g, x in zip(gs, slot.train, strict=True)]
-        for gs, slot in zip(grads[0], slots, strict=True)
-    ]
-    found_end = [lax.psum(g, "pp").astype(x.dtype) for g, x in zip(grads[1], end.train, strict=True)]
-    ct_first = None if ct_first is None else lax.psum(ct_first, "pp")  # zeros but on the first stage
-    return lax.psum(sums[0], "pp"), lax.psum(sums[1], "pp"), sums[2], found, found_end, ct_first
-
-
-def _added(total: jax.Array, new: jax.Array) -> jax.Array:
+def added(total: jax.Array, new: jax.Array) -> jax.Array:
     return total + new.astype(total.dtype)

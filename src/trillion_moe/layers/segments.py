@@ -137,7 +137,7 @@ def staged_plan(cfg: ModelConfig, stages: int, virtual: int = 1) -> Plan:
     pattern, places = _best_groups(kinds[first:], runs)
     each = -(-_groups(pattern, places) // runs)
     if not places or (runs - 1) * each >= _groups(pattern, places):
-        legal = [str(n) for n in range(1, len(kinds) + 1) if _fills(kinds[first:], n)]
+        legal = [str(n) for n in range(1, len(kinds) + 1) if _fills(kinds[first:], n)] or ["1: no layer has experts"]
         raise LayoutError(
             f"{cfg.num_layers} layers over pp {stages} x virtual {virtual} = {runs} stages leave one empty: legal "
             f"products are {', '.join(legal)}"

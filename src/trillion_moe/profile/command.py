@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from trillion_moe.config import ModelConfig
+from trillion_moe.distributed import add_place_flags, current
 from trillion_moe.meshes.machine import Machine, Tier, layout_of, machine
 from trillion_moe.profile import collectives, step
 from trillion_moe.profile.collectives import Row, Unavailable
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=int, metavar="N", help=f"calls that are timed; {CALLS} of a collective, {UPDATES} of a step"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    add_place_flags(parser)
     parser.epilog = (
         "JAX_NUM_CPU_DEVICES=8 makes eight devices of a CPU. Every result is checked before it is timed. Sizes and "
         "bandwidths are those of nccl-tests, of the median time. A step is that of `train`, over rows of "
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             found["step"] = _step(task, args.repeats or UPDATES)
     except jax.errors.JaxRuntimeError as error:  # as of memory that is not there
         raise ProfileError(str(error)) from error
-    if args.json is not None and jax.process_index() == 0:
+    if args.json is not None and current().first:
         write_report(args.json, {KEY: FORMAT, "stamp": dataclasses.asdict(Stamp.here())} | found)
         print(args.json, file=sys.stderr)
     return 0
@@ -185,7 +187,7 @@ def _step(task: Task, updates: int) -> dict[str, Any]:
 
 def _say(text: str) -> None:
     """One process of several speaks."""
-    if jax.process_index() == 0:
+    if current().first:
         print(text, flush=True)
 
 

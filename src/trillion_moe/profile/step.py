@@ -18,8 +18,8 @@ from trillion_moe.model import least_tokens
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.profile.timing import Seconds, timed
 from trillion_moe.profile.trace import Shares, instructions, shares, traced
-from trillion_moe.programs import add, blueprint, gradients, over_all, update
-from trillion_moe.run_config import RunConfig, RunConfigError
+from trillion_moe.programs import add, balanced, blueprint, gradients, over_all, update
+from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
 from trillion_moe.sharding import Layout, check_batch, place, put, shardings
 from trillion_moe.transforms import partition
 from trillion_moe.transforms.targets import dims, places
@@ -58,6 +58,7 @@ def check(config: RunConfig, layout: Layout | None) -> ModelConfig:
     cfg = ModelConfig.from_file(config.model)
     if config.lora is None and cfg.quantization is not None:
         raise RunConfigError(f"lora is null, but the experts of {config.model} are packed: legal is a lora")
+    check_balance(config, cfg)
     check_batch(layout, *_shape(config, layout), least=least_tokens(cfg))
     model = blueprint(cfg, config, jax.default_backend(), layout)
     if layout is not None:
@@ -97,22 +98,25 @@ def _update(config: RunConfig, cfg: ModelConfig, layout: Layout | None) -> tuple
     per_token = flops(model, trained, everything=config.lora is None)
     del model
 
-    passed = gradients.lower(trained, frozen, batch, key, remat=t.remat, dropout=t.dropout).compile()
+    passed = gradients.lower(trained, frozen, batch, key, remat=t.remat, dropout=t.dropout, balance=t.balance).compile()
     grads, sums = passed(trained, frozen, batch, key)
     added = add.lower(grads, sums, (grads, sums)).compile() if t.accumulate > 1 else None
     updated = update.lower(optimizer, trained, state, grads, sums).compile()
+    moved = None if t.balance is None else balanced.lower(t.balance, frozen, sums).compile()
     del grads, sums
 
     def run() -> Any:
-        nonlocal trained, state
+        nonlocal trained, frozen, state
         grads, sums = passed(trained, frozen, batch, key)
         for _ in range(1, t.accumulate):
             assert added is not None
             grads, sums = added(grads, sums, passed(trained, frozen, batch, key))
         trained, state, metrics = updated(trained, state, grads, sums)
+        if moved is not None:
+            frozen = moved(frozen, metrics)
         return trained, metrics
 
-    texts = [program.as_text() or "" for program in (passed, added, updated) if program is not None]
+    texts = [program.as_text() or "" for program in (passed, added, updated, moved) if program is not None]
     return run, texts, per_token * t.accumulate * batch["tokens"].size
 
 
@@ -156,7 +160,7 @@ def flops(model: Any, trained: Any, *, everything: bool) -> float:
 
     def counted(tree: Any, a_number: int, size: Callable[[Any], int]) -> float:
         found = [p for p in places(tree)[0] if p.group not in (None, "vision") or p.names[0].endswith(_UNADAPTED)]
-        return sum(a_number * used.get(p.group or "", 1.0) * size(p.leaf) for p in found)
+        return sum(a_number * used.get(p.group or "", 1.0) * p.share * size(p.leaf) for p in found)
 
     def logical(weight: Any) -> int:
         batch, k, n = dims(weight)

@@ -94,8 +94,9 @@ def _state(folder: Path) -> Mapping[str, Any]:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(folder, [f"{STATE} is not JSON: {error}"]) from None
-    if not isinstance(state, dict) or not {"step", SUMS} <= state.keys():
-        raise CheckpointError(folder, [f"{STATE} has no 'step' or no {SUMS!r}: no checkpoint of a training run"])
+    if not isinstance(state, dict) or (missing := {"step", "depth", "capacity", SUMS} - state.keys()):
+        what = "no object" if not isinstance(state, dict) else f"without {', '.join(map(repr, sorted(missing)))}"
+        raise CheckpointError(folder, [f"{STATE} is {what}: no checkpoint of a training run of this version"])
     return state
 
 

@@ -21,7 +21,7 @@ from trillion_moe.data.examples import Examples
 from trillion_moe.data.processor import Processor, load_processor
 from trillion_moe.data.report import decode_marked, statistics
 from trillion_moe.data.rows import DataError, read_rows
-from trillion_moe.distributed import NAMES, Processes, current
+from trillion_moe.distributed import Processes, add_place_flags, current
 from trillion_moe.layers.segments import stages_of
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Model
@@ -48,19 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check all of it, print what would be done, and end")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_place_flags(parser)
-
-
-def add_place_flags(parser: argparse.ArgumentParser) -> None:
-    given = "each is started with the same flags; SLURM, a TPU pod or TRILLION_MOE_* in the environment say which it is"
-    processes = parser.add_argument_group("several processes", given)
-    processes.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
-    processes.add_argument("--processes", metavar="N", help="how many there are; 1: alone, whatever else is set")
-    processes.add_argument("--process", metavar="I", help="which one this is, from 0")
-
-
-def place_flags(args: argparse.Namespace) -> dict[str, str | None]:
-    """What the flags say of this process among others, as `distributed.join` takes it."""
-    return {name: getattr(args, name) for name in NAMES}
 
 
 def configuration(args: argparse.Namespace) -> RunConfig:
@@ -206,7 +193,7 @@ def _sizes(model: Model) -> Counter[str]:
     """Numbers by group of matrices; what is in none of them together."""
     counts: Counter[str] = Counter()
     for place in places(model)[0]:
-        counts[place.group or "all else"] += place.leaf.size
+        counts[place.group or "all else"] += round(place.share * place.leaf.size)
     return counts
 
 

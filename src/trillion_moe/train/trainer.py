@@ -149,9 +149,13 @@ class Trainer:
             return
         now = self.capacity.seen(whole(metrics["exchange"]["asked"]))
         if now != self.layout.capacity:
-            self.layout = dataclasses.replace(self.layout, capacity=now)
-            parts = self.trainable, self.frozen, self.opt_state
-            self.trainable, self.frozen, self.opt_state = (relaid(part, self.layout) for part in parts)
+            self._take(now)
+
+    def _take(self, capacity: float) -> None:
+        assert self.layout is not None
+        self.layout = dataclasses.replace(self.layout, capacity=capacity)
+        parts = self.trainable, self.frozen, self.opt_state
+        self.trainable, self.frozen, self.opt_state = (relaid(part, self.layout) for part in parts)
 
     def _window(self) -> tuple[Any, Any, list[Pass]]:
         """Summed gradients and sums of the next `accumulate` batches, fewer at the end of the data."""
@@ -223,7 +227,7 @@ class Trainer:
         saved = {saved.step: saved for saved in checkpoints.found(self.output)}
         if self.best_step not in saved:
             raise CheckpointError(self.output, [f"the checkpoint of update {self.best_step}, the best one, is gone"])
-        trainable, _, *biases = checkpoints.restore(saved[self.best_step], self._arrays())
+        trainable, _, *biases = _restored(saved[self.best_step], self._arrays())
         return Result(combine(trainable, self._with(biases)), self.best_step)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -236,6 +240,7 @@ class Trainer:
         state = {name: getattr(self, name) for name in names} | {"data": self.batches.get_state()}
         state["config"] = comparable(self.config)
         state["depth"] = to_json(self.trainable.plan)
+        state["capacity"] = None if self.layout is None else self.layout.capacity
         checkpoints.save(self.output, self._arrays(), state, keep=self.config.train.keep, best=self.best_step)
         self.saved_step = self.step
 
@@ -261,6 +266,9 @@ class Trainer:
             raise RunConfigError(f"{self.output} holds a run of another configuration: {was}; choose another output")
         self.trainable, self.opt_state, *biases = _restored(latest, self._arrays())
         self.frozen = self._with(biases)
+        if self.layout is not None and (was := latest.state["capacity"]) in self.layout.capacities:
+            self._take(was)
+            self.capacity = Capacity.of(self.layout)
         for name in ("step", "tokens", "best", "best_step", "stale"):
             setattr(self, name, latest.state[name])
         self.batches.set_state(latest.state["data"])

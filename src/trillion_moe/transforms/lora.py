@@ -243,8 +243,8 @@ def count_by_group(model: Any) -> dict[str, tuple[int, int]]:
         if place.group and isinstance(place.leaf, LoRA):
             matrices, parameters = counts[place.group]
             size = math.prod(place.leaf.a.shape) + math.prod(place.leaf.b.shape)
-            held, real = (1, 1) if place.rows is None else (dims(place.leaf)[0][0], len(place.rows))
-            counts[place.group] = (matrices + _matrices(place.leaf) // held * real, parameters + size // held * real)
+            own = round(place.share * _matrices(place.leaf)), round(place.share * size)
+            counts[place.group] = (matrices + own[0], parameters + own[1])
     return {group: counts[group] for group in COUNTED if group in present}
 
 

@@ -96,6 +96,8 @@ def arrange_experts(model: Any, plan: Any) -> Any:
         raise ValueError(f"this model cannot be arranged again: {ARRANGED}")
     if any(map(is_spec, jax.tree.leaves(model))):
         raise ValueError("the model is a blueprint without arrays: load or init it first")
+    if any(segment.numbers for segment in model.plan):
+        raise ValueError("the model lies on pipeline stages, which do not generate: legal is a mesh with pp = 1")
     plan, layers, experts = np.asarray(plan, np.int32), moe_layers(model), model.config.moe.num_experts
     if plan.ndim != 2 or len(plan) != len(layers):
         raise ValueError(f"plan is {list(plan.shape)}: legal is a row for each of the {len(layers)} MoE layers")

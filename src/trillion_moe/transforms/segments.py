@@ -96,5 +96,9 @@ def _stacked(blocks: list[Any]) -> Any:
     if len(blocks) == 1:
         return blocks[0]
     one = next(block for block in blocks if block is not None)
+    if len({jax.tree.structure(block) for block in blocks if block is not None}) > 1:
+        raise ValueError(
+            "layers that would be stacked are not alike, as some have adapters: legal is all or none of a kind"
+        )
     empty = jax.tree.map(jnp.zeros_like, one)
     return jax.tree.map(lambda *xs: jnp.stack(xs), *(empty if block is None else block for block in blocks))

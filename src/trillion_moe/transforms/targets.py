@@ -67,6 +67,11 @@ class Place:
     leaf: Any
     rows: tuple[int, ...] | None = None
 
+    @property
+    def share(self) -> float:
+        """Of the leaf that is of layers: below 1 where slots of pipeline stages are empty."""
+        return 1.0 if self.rows is None else len(self.rows) / matrix_shape(self.leaf)[0]
+
 
 def places(model: Any, *, inside: bool = False) -> tuple[list[Place], Any]:
     """Every leaf of a model in tree order, and the treedef that takes their replacements.
