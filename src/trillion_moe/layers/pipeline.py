@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from trillion_moe.balance import BalanceConfig
 from trillion_moe.config import ModelConfig
@@ -79,6 +79,14 @@ class Pipe:
         axes = [*(None,) * (x.ndim - len(tail)), *tail]
         return self.layout.pin(x, *([first, *axes[1:]] if first else axes))
 
+    def lean(self, x: jax.Array) -> jax.Array:
+        """x ``[..., B, T, D]`` as it waits or travels: "tp", whose devices would all have it, cuts its tokens too."""
+        cut = ("cp", "tp")
+        if x.shape[-2] % self.layout.size(*cut):
+            return x
+        spec = PartitionSpec(*(None,) * (x.ndim - 3), self.layout.over("batch"), cut, None)
+        return lax.with_sharding_constraint(x, NamedSharding(self.layout.here(), spec))
+
     # --- one layer ----------------------------------------------------------------------------------------------------
 
     def layer(self, block: Block, bank, sum_BTD, number, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -135,7 +143,7 @@ class Pipe:
                 new, aux = self.layer(block, bank, kept[-1], grid.number[g, j], tokens)
                 rows = lax.dynamic_update_index_in_dim(rows, new, row, 0)
                 auxes.append(aux)
-            return self.pin(rows), (tuple(kept), tuple(auxes))
+            return self.pin(rows), (tuple(map(self.lean, kept)), tuple(auxes))
 
         rows_NBTD, (kept, aux) = lax.scan(group, rows_NBTD, run * self.groups + jnp.arange(self.groups))
         return rows_NBTD, kept, aux
@@ -159,7 +167,7 @@ class Pipe:
                 # No later layer reads this one's sum as its own: what is read of it has come together in its row.
                 ct_BTD = ct_BTD + jnp.where(grid.last[g, j], nth(ct_NBTD, grid.row[g, j]), 0)
                 train_g = [nth(leaf, g) for leaf in slot.train]
-                (_, loss), back = jax.vjp(layer, train_g, final_NBTD if banked else None, kept[j])
+                (_, loss), back = jax.vjp(layer, train_g, final_NBTD if banked else None, self.pin(kept[j]))
                 ct_loss = None if loss is None else jnp.ones_like(loss)  # it is a part of the loss as it is
                 ct_train, ct_bank, ct_BTD = back((self.pin(ct_BTD.astype(final_NBTD.dtype)), ct_loss))
                 ct_NBTD = self.pin(ct_NBTD + ct_bank.astype(acc)) if banked else ct_NBTD
@@ -253,7 +261,7 @@ class Pipe:
         """From every stage to the next, or back; around only where a stage has several runs."""
         p = self.schedule.stages
         pairs = [(i, (i + step) % p) for i in range(p) if self.schedule.virtual > 1 or 0 <= i + step < p]
-        return self.pin(lax.ppermute(x, "pp", pairs))
+        return self.lean(lax.ppermute(self.lean(x), "pp", pairs))
 
 
 ON, ALL = PartitionSpec("pp"), PartitionSpec()
@@ -291,7 +299,7 @@ def run(pipe: Pipe, blocks: Blocks, grid: Grid, out_res: Any, first_MnBTD: jax.A
             out = pipe.kept_by_owner(out, ends, pipe.mixed(out_res, rows), d == schedule.stages - 1)
             return (pipe.on(rows, 1), out, add_run(total, aux, job, pipe.groups)), None
 
-        buffer = jnp.zeros((pipe.rows, *first.shape[2:]), first.dtype)
+        buffer = pipe.lean(jnp.zeros((pipe.rows, *first.shape[2:]), first.dtype))
         total = no_aux_of(pipe, blocks, grid, buffer, tokens)
         carry = (buffer, jnp.zeros_like(first[:, 0]), total)
         (_, out, total), _ = lax.scan(tick, carry, jnp.arange(schedule.forward_ticks))

@@ -100,12 +100,12 @@ def _ticks(pipe: Pipe, wanted: bool, slots: list[Slot], end: Slot, first, grid: 
         (coming, returning), waiting, ct_first, grads, sums = carry
         on, off, last = schedule.forward(t, d), schedule.backward(t, d), schedule.backward(t, schedule.stages - 1)
         incoming = pipe.incoming(t, first, coming)
-        waiting = enter(waiting, on.index % schedule.kept, incoming, on.live)
+        waiting = pipe.lean(enter(waiting, on.index % schedule.kept, pipe.lean(incoming), on.live))
         out, aux = lax.cond(t < schedule.forward_ticks, there, lambda *_: (rows, no_aux), on, incoming)
-        kept = nth(waiting, off.index % schedule.kept)
+        kept = pipe.pin(nth(waiting, off.index % schedule.kept))
         nothing = zero, zero.astype(jnp.float32), rows, no_grads, no_end
         total, correct, ct_rows, ct_train, ct_tail = lax.cond(
-            t >= schedule.first_backward, back, lambda *_: nothing, off, last, kept, returning
+            t >= schedule.first_backward, back, lambda *_: nothing, off, last, kept, pipe.pin(returning)
         )
         grads = add_run(grads[0], ct_train, off, pipe.groups), jax.tree.map(added, grads[1], ct_tail)
         if ct_first is not None:
@@ -120,9 +120,9 @@ def _ticks(pipe: Pipe, wanted: bool, slots: list[Slot], end: Slot, first, grid: 
     all_aux = no_aux_of(pipe, blocks, grid, rows, tokens)
     no_aux = jax.tree.map(lambda a: jnp.zeros((pipe.groups, *a.shape[1:]), a.dtype), all_aux)
     ct_first = jnp.zeros_like(first) if wanted else None
-    waiting = jnp.zeros((schedule.kept, *rows.shape), rows.dtype)
+    waiting = pipe.lean(jnp.zeros((schedule.kept, *rows.shape), rows.dtype))
     sums = zero, zero.astype(jnp.float32), all_aux
-    carry = (rows, rows), waiting, ct_first, (wide, wide_end), sums
+    carry = (pipe.lean(rows), pipe.lean(rows)), waiting, ct_first, (wide, wide_end), sums
     (_, _, ct_first, grads, sums), _ = lax.scan(tick, carry, jnp.arange(schedule.ticks))
     found = [
         [g.astype(x.dtype) for g, x in zip(gs, slot.train, strict=True)]
