@@ -150,6 +150,7 @@ def test_over_stages_as_on_one_device(name: str, sizes: dict[str, int], options:
     assert_as_on_one_device(name, Layout.make(sizes, **options))
 
 
+@pytest.mark.slow
 def test_logits_and_evaluation_over_stages() -> None:
     """Rows of unequal lengths; one microbatch is of padding alone but for its first token."""
     model, batch, _ = problem("five layers")
@@ -200,6 +201,7 @@ def test_saved_from_stages_and_loaded_onto_them(tmp_path: Path) -> None:
         assert_same(restack(over, model.plan), placed)
 
 
+@pytest.mark.slow
 def test_adapters_over_stages(tmp_path: Path) -> None:
     """Counted, exported and read back without the empty slots; adapters of some layers alone are refused."""
     cfg = tm.LoRAConfig(rank=4, targets=("attention",))

@@ -6,7 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.tiny import KDA, MLA, MOE, SHORT, tiny_k3
+from tests.tiny import KDA, MLA, MOE, SIX, tiny_k3
 
 from trillion_moe.cli import main
 from trillion_moe.meshes.machine import machine
@@ -27,12 +27,12 @@ SETTINGS = ["--set", "examples.max_length=256", "--compile"]
 
 @pytest.fixture
 def settings(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(tiny_k3(**SHORT, **MODEL).to_json()))
+    (tmp_path / "config.json").write_text(json.dumps(tiny_k3(**SIX, **MODEL).to_json()))
     return ["plan", "--config", "kimi_k3_lora", "--set", f"model={tmp_path}", *SETTINGS]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("name", "rows"), [("h200x16", 8), ("v5p_32", 32)])
+@pytest.mark.parametrize(("name", "rows"), [("h200x16", 16), ("v5p_32", 32)])
 def test_figures_of_a_step(settings, tmp_path, capsys, name: str, rows: int) -> None:
     file = tmp_path / "plan.json"
     assert main([*settings, "--mesh", name, "--json", str(file)]) == 0
@@ -42,6 +42,7 @@ def test_figures_of_a_step(settings, tmp_path, capsys, name: str, rows: int) -> 
     assert plan["hbm_bytes"] == machine(name).facts.hbm_bytes
     assert 0 < step["argument_bytes"] < step["peak_bytes"] <= step["argument_bytes"] + 2 * step["temp_bytes"]
     assert step["host_bytes"] == 0
+    assert (step["pipeline"] or {}).get("bubble") == (0.2 if name == "h200x16" else None)
     (exchange,) = [row for row in step["collectives"] if row["kind"] == "ragged-all-to-all"]
     assert exchange["axes"] == "ep"
     assert exchange["bytes"] > 0
