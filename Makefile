@@ -103,6 +103,7 @@ proof: $(PARITY) $(AOT)/.installed-$(PY_TAG)  ## run what is too long for CI and
 	$(AOT)/bin/python -m trillion_moe.verify.kernels --output docs/kernels.md
 	rm -f docs/proof/plan_*.json
 	$(AOT)/bin/trillion-moe plan --config kimi_k3_lora --mesh h200x16 --compile --json docs/proof/plan_h200x16.json
+	$(AOT)/bin/trillion-moe plan --config kimi_k3_lora --mesh v5p_32 --compile --json docs/proof/plan_v5p_32.json
 
 clean:  ## remove the environments and all that builds, tests and tools leave behind
 	rm -rf $(VENV) $(AOT) $(TOKAMAX) build dist runs .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -41,7 +41,6 @@ def test_a_file_is_named_as_its_machine_and_adds_up(name):
     found = machine(name)
     assert found.name == name
     assert set(found.axes) <= set(AXES)
-    assert found.axes.get("pp", 1) == 1
     bandwidths = [tier.bandwidth for tier in found.tiers]
     assert bandwidths == sorted(bandwidths, reverse=True)
     assert all(1e-7 < tier.latency < 1e-4 for tier in found.tiers)
@@ -76,7 +75,7 @@ def k3(goldens):
 @pytest.mark.parametrize("name", [name for name in NAMES if machine(name).facts])
 def test_a_machine_says_so_where_kimi_k3_does_not_fit(name):
     found = machine(name)
-    cut = math.prod(found.axes.get(axis, 1) for axis in ("ep", *found.rules.get("expert_mlp", ())))
+    cut = math.prod(found.axes.get(axis, 1) for axis in ("pp", "ep", *found.rules.get("expert_mlp", ())))
     says = "do not fit" in importlib.import_module(f"trillion_moe.meshes.{name}").__doc__
     assert says == (EXPERT_BYTES / cut > found.facts.hbm_bytes)
 

@@ -340,7 +340,7 @@ def no_state(_, state: Path) -> None:
     [
         (cut, "Orbax cannot restore: "),
         (no_json, "state.json is not JSON: "),
-        (no_state, "state.json has no 'step' or no 'crc32'"),
+        (no_state, "state.json is without 'capacity', 'crc32', 'depth', 'step'"),
     ],
 )
 def test_a_spoilt_checkpoint_is_refused(losses, short, config, spoil, what) -> None:
@@ -359,7 +359,7 @@ def test_a_spoilt_checkpoint_is_refused(losses, short, config, spoil, what) -> N
 def test_values_that_changed_on_disk_are_refused(tmp_path) -> None:
     """One bit of an array, which Orbax would give back as it is."""
     given = {"still": jnp.ones(3), "changed": jax.random.normal(jax.random.key(0), (64, 64))}
-    one = checkpoints.save(tmp_path, given, {"step": 1}, keep=1, best=None)
+    one = checkpoints.save(tmp_path, given, {"step": 1, "depth": [], "capacity": None}, keep=1, best=None)
     equal(checkpoints.restore(one, given), given)
     file = max((path for path in one.folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     spoilt = bytearray(file.read_bytes())
