@@ -14,6 +14,7 @@ from jaxtyping import Float
 from trillion_moe import checkpoint
 from trillion_moe import model as _model
 from trillion_moe import trace as _trace
+from trillion_moe.blueprint import Segment
 from trillion_moe.checkpoint import CheckpointError
 from trillion_moe.config import ConfigError, ModelConfig
 from trillion_moe.data.chat import ChatError, ChatOptions
@@ -22,7 +23,7 @@ from trillion_moe.data.processor import Processor, load_processor
 from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.generate import Completion, Piece, Session, generate, stream
 from trillion_moe.inputs import Images, InputError, check_inputs, traced
-from trillion_moe.layers.segments import LayerSpec, Segment, plan_for, staged
+from trillion_moe.layers.segments import plan_for, staged
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Caches, Model, bucket, grow
@@ -84,7 +85,6 @@ __all__ = [
     "verify",
 ]
 
-# How a packed bank lies: as kernels read it; on CPU so that decoding runs along N (measured: 1.8x faster decoding).
 Quantization = Literal["keep", "decode"]
 Format = Literal["hf", "orbax"]
 
@@ -148,10 +148,7 @@ def _dtype_name(dtype: str | None) -> str | None:
     return None if dtype is None else jnp.dtype(dtype).name
 
 
-def _build(cfg: ModelConfig, dtype: str, depth) -> Model:
-    plan = tuple(
-        Segment(tuple(LayerSpec(*kind) for kind in s.layers), s.repeats, s.stages, s.virtual, s.numbers) for s in depth
-    )
+def _build(cfg: ModelConfig, dtype: str, plan: tuple[Segment, ...]) -> Model:
     return Model(cfg, dtype=dtype, plan=plan)
 
 

@@ -7,7 +7,7 @@ functions of that one tree, so what is planned is what is run.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,55 @@ def stack(blueprint: Any, repeats: int, axis: str = "repeats") -> Any:
     )
 
 
-def layer_numbers(plan: Sequence[Any]) -> list[tuple[tuple[int | None, ...], ...]]:
+# --- depth as data ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What kind of layer: two layers of one LayerSpec have parameters of the same shapes."""
+
+    attention: Literal["kda", "mla"]
+    ffn: Literal["dense", "moe"]
+
+
+Numbers = tuple[tuple[int | None, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """`layers` run one after the other, the whole `repeats` times (then with stacked parameters, under a scan).
+
+    stages: of a pipeline (`layers.segments.staged_plan`) over which the repeats lie, `virtual` runs of them on each.
+    numbers: by repeat the numbers of its layers in the model, None where a slot is empty; given for stages, whose order
+    is another.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    repeats: int
+    stages: int = 1
+    virtual: int = 1
+    numbers: Numbers | None = None
+
+    def __post_init__(self):
+        sizes = f"repeats {self.repeats}, stages {self.stages}, virtual {self.virtual}"
+        if min(self.repeats, self.stages, self.virtual) < 1:
+            raise ValueError(f"{sizes}: legal are numbers from 1")
+        if self.numbers is None:
+            return
+        if [len(repeat) for repeat in self.numbers] != [len(self.layers)] * self.repeats:
+            raise ValueError(f"numbers {self.numbers}: legal are {self.repeats} rows of {len(self.layers)}")
+        if self.repeats % (self.stages * self.virtual):
+            raise ValueError(f"{sizes}: legal are repeats that all stages and their runs share alike")
+
+    @property
+    def count(self) -> int:
+        """Layers in it."""
+        if self.numbers is None:
+            return len(self.layers) * self.repeats
+        return sum(number is not None for repeat in self.numbers for number in repeat)
+
+
+def layer_numbers(plan: Sequence[Segment]) -> list[Numbers]:
     """Depth plan -> for each segment and each of its repeats, the numbers in the whole model of its layers.
 
     None: a slot of a pipeline's stage that no layer fills.
@@ -115,8 +163,20 @@ def layer_numbers(plan: Sequence[Any]) -> list[tuple[tuple[int | None, ...], ...
             tuple(range(layer + r * size, layer + (r + 1) * size)) for r in range(segment.repeats)
         )
         numbers.append(inner)
-        layer += sum(number is not None for repeat in inner for number in repeat)
+        layer += segment.count
     return numbers
+
+
+def numbered(plan: Sequence[Segment]) -> list[tuple[int, LayerSpec]]:
+    """Number and kind of every layer, by number."""
+    slots = [
+        (number, kind)
+        for segment, repeats in zip(plan, layer_numbers(plan), strict=True)
+        for numbers in repeats
+        for number, kind in zip(numbers, segment.layers, strict=True)
+        if number is not None
+    ]
+    return sorted(slots, key=lambda slot: slot[0])
 
 
 def path_parts(path: Sequence[Any]) -> list[str | int]:

@@ -11,8 +11,8 @@ from trillion_moe.compiler import jitted
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers.segments import plan_for
 from trillion_moe.model import Model
-from trillion_moe.run_config import RunConfig, RunConfigError
-from trillion_moe.sharding import Layout
+from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
+from trillion_moe.sharding import Layout, shardings
 from trillion_moe.steps import balance_step, grad_step, update_step
 from trillion_moe.transforms import add_lora, quantize_experts
 from trillion_moe.transforms.dropout import drop_inputs
@@ -33,6 +33,26 @@ def blueprint(cfg: ModelConfig, config: RunConfig, platform: str, layout: Layout
         return add_lora(model, config.lora)
     except ValueError as error:
         raise RunConfigError(f"lora, on {config.model}: {error}") from None
+
+
+def checked(cfg: ModelConfig, config: RunConfig, platform: str, layout: Layout | None) -> Any:
+    """`blueprint`, once all is checked that can be before data or weights are read.
+
+    RunConfigError for settings without a step, LayoutError for a model that the mesh cannot cut.
+    """
+    if config.lora is None and cfg.quantization is not None:
+        raise RunConfigError(
+            f"lora is null, but the experts of {config.model} are packed: train adapters (lora), or decode them first"
+        )
+    check_balance(config, cfg)
+    model = blueprint(cfg, config, platform, layout)
+    if layout is not None:
+        shardings(model, layout)
+    return model
+
+
+def rows_of_a_pass(config: RunConfig, layout: Layout | None) -> int:
+    return config.train.batch_size or (1 if layout is None else layout.rows)
 
 
 @partial(jitted, static_argnames=("remat", "dropout", "balance"))

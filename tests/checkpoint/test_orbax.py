@@ -120,10 +120,16 @@ def changed(change):
         (lambda about: about["plan"][0].__setitem__("repeats", 10**9), "model.json: the plan has "),
         (
             lambda about: about["plan"][0].__setitem__("numbers", [[0]]),
-            "model.json: a segment of 1 repeats has numbers",
+            "model.json: plan.0: Value error, numbers ((0,),): legal are 1 rows of ",
         ),
-        (lambda about: about["plan"][0].__setitem__("stages", 0), "model.json: plan.0: Value error, stages 0"),
-        (lambda about: about["plan"][0]["layers"].__setitem__(0, ["mla", "moe"]), "model.json: layer 0 is "),
+        (
+            lambda about: about["plan"][0].__setitem__("stages", 0),
+            "model.json: plan.0: Value error, repeats 1, stages 0, virtual 1: legal are numbers from 1",
+        ),
+        (
+            lambda about: about["plan"][0]["layers"].__setitem__(0, {"attention": "mla", "ffn": "moe"}),
+            "model.json: layer 0 is ",
+        ),
         (
             lambda about: about["arrays"]["embed"].__setitem__(1, [4, 4]),
             "embed is [4, 4], config.json makes it [160, 64]",

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from trillion_moe import checkpoint
-from trillion_moe.layers.segments import LayerSpec, Segment, depth_plan
+from trillion_moe.layers.segments import depth_plan
 from trillion_moe.model import Model
 from trillion_moe.transforms import quantize_experts
 from trillion_moe.weights import PackedLayout
@@ -145,8 +145,7 @@ def blueprint_of(
 
 def build(cfg, dtype, segments):
     """The blueprint that `load_orbax` asks for."""
-    kinds = tuple(Segment(tuple(LayerSpec(*kind) for kind in s.layers), s.repeats) for s in segments)
-    return Model(cfg, dtype=dtype, plan=kinds)
+    return Model(cfg, dtype=dtype, plan=segments)
 
 
 def layer(model, i: int):

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tests.numerics import rel_rms
 
-from trillion_moe.layers.exchange import MAKERS, SHARES, Route, asked, combine, dispatch, traffic
+from trillion_moe.layers.exchange import MAKERS, SHARES, Route, combine, demand, dispatch, traffic
 from trillion_moe.layers.moe import _by_expert
 from trillion_moe.layers.wire import BLOCK, row_bytes
 from trillion_moe.sharding import TRANSPORTS, WIRES
@@ -210,7 +210,7 @@ def test_eight_bits_are_half_the_bytes_and_hide_nothing_that_is_not_finite() -> 
 def test_what_was_asked_for_is_a_histogram(most: int, of: int, place: int) -> None:
     wanted = np.zeros((of, 4), bool)
     wanted[:most, 2] = True
-    np.testing.assert_array_equal(asked(jnp.asarray(wanted)), np.arange(SHARES + 1) == place)
+    np.testing.assert_array_equal(demand(jnp.asarray(wanted)), np.arange(SHARES + 1) == place)
 
 
 @pytest.mark.parametrize(("rows", "experts"), [(1, 3), (127, 5), (128, 5), (129, 1), (1000, 16)])

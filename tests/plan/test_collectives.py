@@ -36,7 +36,7 @@ def compiled(f, layout: Layout, spec, shape) -> str:
 )
 def test_kind_axes_and_bytes(f, expected: Collective) -> None:
     layout = Layout.make({"ep": 2, "cp": 2, "tp": 2})
-    assert collectives(compiled(f, layout, P(("ep", "cp", "tp")), (64,)), layout.mesh) == [expected]
+    assert collectives([compiled(f, layout, P(("ep", "cp", "tp")), (64,))], layout.mesh) == [expected]
 
 
 @pytest.mark.parametrize("transport", ["replicated", "all_to_all"])
@@ -58,7 +58,7 @@ def test_an_exchange_counts_its_bytes_as_the_program_has_them(transport: str, wi
     program = jax.jit(over).lower(jax.ShapeDtypeStruct((4 * n, width), jnp.float32)).compile()
     slots = 4 * (6 if transport == "all_to_all" else n)
     row = width + 3 * 4 if wire else ideal  # and float32 scales for three blocks of 128
-    found = sum(one.bytes for one in collectives(program.as_text(), layout.mesh))
+    found = sum(one.bytes for one in collectives([program.as_text()], layout.mesh))
     assert found == slots * (row + top * 8) + slots * row
     moved = program(jnp.ones((4 * n, width), jnp.float32))[1]
     assert moved.tolist() == [[slots * 3 / 4 * (row + top * 8), n * 3 * ideal]] * 4
@@ -74,7 +74,7 @@ def test_in_a_loop_it_counts_as_often_as_the_loop_turns() -> None:
         x = lax.scan(lambda x, _: (lax.scan(inner, x, length=3)[0], None), x, length=5)[0]
         return lax.psum(x, "tp")
 
-    found = collectives(compiled(f, layout, P(("dp", "tp")), (64,)), layout.mesh)
+    found = collectives([compiled(f, layout, P(("dp", "tp")), (64,))], layout.mesh)
     assert found == [Collective("all-reduce", "dp", 15, 15 * 32, 32), Collective("all-reduce", "tp", 1, 32, 32)]
 
 
@@ -115,7 +115,7 @@ ENTRY %main (p: bf16[4,8]) -> bf16[4,8] {{
 }}
 """
     layout = Layout.make({"ep": 4, "tp": 2})
-    assert collectives(text, layout.mesh) == [
+    assert collectives([text], layout.mesh) == [
         Collective("all-gather", "tp", 8, 7 * 128 + 8, 128, 7, 7, 7 * 128, 7 * 2 * 4 * 8 * 4),
         Collective("ragged-all-to-all", "ep", 1, 512, 512, 1, 0, 0, 0),  # nothing is done meanwhile
         Collective("collective-permute", "tp", 7, 7 * 64, 64, 7, 7, 7 * 64, 7 * 2 * 4 * 8 * 4),
@@ -144,9 +144,9 @@ ENTRY %main (p: u16[8]) -> u16[8] {
 }
 """.replace("GROUPS", "replica_groups={{0,2},{1,3}}")
     mesh = Layout.make({"ep": 4}).mesh
-    assert collectives(text, mesh) == [Collective("ragged-all-to-all", "part of ep", 6, 6 * 64, 64, 6, 0, 0, 0)]
+    assert collectives([text], mesh) == [Collective("ragged-all-to-all", "part of ep", 6, 6 * 64, 64, 6, 0, 0, 0)]
     with pytest.raises(ValueError, match="nothing awaits %ra = "):
-        collectives(text.replace("ragged-all-to-all-done(%ra)", "copy(%ra)"), mesh)
+        collectives([text.replace("ragged-all-to-all-done(%ra)", "copy(%ra)")], mesh)
 
 
 def test_branches_narrow_types_and_what_nobody_calls() -> None:
@@ -159,15 +159,25 @@ def test_branches_narrow_types_and_what_nobody_calls() -> None:
         "  %c = f8e4m3fn[16] conditional(%p, %x, %y), true_computation=%yes, false_computation=%no",
         "}",
     ]
-    mesh = Layout.make({"ep": 4}).mesh
-    assert collectives("\n".join(lines), mesh) == [Collective("all-gather", "ep", 1, 16, 16)]
+    text, mesh = "\n".join(lines), Layout.make({"ep": 4}).mesh
+    assert collectives([text], mesh) == [Collective("all-gather", "ep", 1, 16, 16)]
+    assert collectives([text, text], mesh) == [Collective("all-gather", "ep", 2, 32, 16)]  # of two programs
     with pytest.raises(ValueError, match="nothing seems to call yes"):
-        collectives("\n".join(line.replace("true_computation", "other") for line in lines), mesh)
+        collectives([text.replace("true_computation", "other")], mesh)
     with pytest.raises(ValueError, match="the size of XLA's q7 is not known here"):
-        collectives("\n".join(line.replace("f8e4m3fn", "q7") for line in lines), mesh)
+        collectives([text.replace("f8e4m3fn", "q7")], mesh)
+
+
+def test_a_permutation_between_nobody_is_none() -> None:
+    """XLA leaves it where a permutation's pairs were all dropped: its result is zeros."""
+    line = "  %cp = f32[16] collective-permute(%y), source_target_pairs={PAIRS}\n"
+    text, mesh = "ENTRY %main () -> f32[] {\n" + line + "}\n", Layout.make({"ep": 2}).mesh
+    assert collectives([text.replace("PAIRS", "")], mesh) == []
+    (found,) = collectives([text.replace("PAIRS", "{0,1}")], mesh)
+    assert (found.kind, found.axes, found.bytes) == ("collective-permute", "ep", 64)
 
 
 def test_a_form_that_is_not_known() -> None:
     text = "ENTRY %main () -> f32[] {\n  %ar = f32[16] all-reduce(%y), replica_groups=<all>, to_apply=%add\n}\n"
     with pytest.raises(ValueError, match=r"in a form that is not known here: %ar = f32\[16\] all-reduce"):
-        collectives(text, Layout.make({"ep": 4}).mesh)
+        collectives([text], Layout.make({"ep": 4}).mesh)

@@ -49,7 +49,7 @@ def test_what_waits_for_a_collective_does_not_hide_it(name: str) -> None:
         options = dict(OPTIONS["gpu"]) if isinstance(chip, Gpu) else None
         compiled = aot.compile_over(chip, layout.mesh, jax.jit(over), x, w, options=options).compiled
         (found[dependent],) = [
-            row for row in collectives(compiled.as_text(), layout.mesh) if row.kind.startswith("ragged")
+            row for row in collectives([compiled.as_text()], layout.mesh) if row.kind.startswith("ragged")
         ]
     assert found[False].count == found[True].count == found[False].overlapped
     assert found[True].overlapped == 0

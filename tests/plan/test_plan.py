@@ -48,11 +48,10 @@ def test_figures_of_a_step(settings, tmp_path, capsys, name: str, rows: int) -> 
     assert exchange["axes"] == "ep"
     assert exchange["bytes"] > 0
     # All but the first and last of a layer's chunks can be underway while experts work. On a TPU the least of them are.
-    assert exchange["asynchronous"] >= (0.75 if name == "h200x16" else 0.95) * exchange["count"]
-    assert exchange["overlapped"] >= (0.65 if name == "h200x16" else 0.1) * exchange["count"]
+    assert exchange["asynchronous"] >= 0.95 * exchange["count"]
+    assert exchange["overlapped"] >= (0.85 if name == "h200x16" else 0.15) * exchange["count"]
     # No bank of experts is gathered: no gather gives as much as one packed matrix of a layer's experts.
-    gathers = [row for row in step["collectives"] if row["kind"] == "all-gather" and row["axes"] != "pp"]
-    assert max(row["largest"] for row in gathers) < 512 * 128 * 128 // 2
+    assert max(row["largest"] for row in step["collectives"] if row["kind"] == "all-gather") < 512 * 128 * 128 // 2
     assert "ragged-all-to-all" in capsys.readouterr().out
 
 
@@ -67,7 +66,7 @@ def test_a_gathered_bank_would_be_seen() -> None:
     layout = Layout.make({"ep": 8})
     bank = jax.ShapeDtypeStruct((64, 128, 64), jnp.uint8, sharding=layout.sharding("expert", None, None))
     program = jax.jit(lambda bank: layout.pin(bank, None, None, None)).lower(bank).compile()
-    (found,) = collectives(program.as_text(), layout.mesh)
+    (found,) = collectives([program.as_text()], layout.mesh)
     assert (found.kind, found.axes, found.largest) == ("all-gather", "ep", 64 * 128 * 128 // 2)
 
 

@@ -1,10 +1,11 @@
 """Capacity follows what is asked for: on loads that are made up, and in a run."""
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from tests.train.test_trainer import lines
+from tests.train.test_trainer import at, lines, stop
 
 import trillion_moe as tm
 from trillion_moe.layers.exchange import SHARES
@@ -59,7 +60,8 @@ def test_exchanges_of_nothing_are_not_counted() -> None:
     assert followed([0.0] * 8)[-1] == 0.25
 
 
-def test_a_run_changes_its_capacity(trainer, adapted, config, rows, monkeypatch) -> None:
+@pytest.mark.slow
+def test_a_run_changes_its_capacity(trainer, adapted, config, tmp_path, monkeypatch) -> None:
     """Half of what a device has is asked for at the most: the run goes down to it, drops nothing and its losses are
     those of a run without capacities."""
     monkeypatch.setattr("trillion_moe.train.capacity.PATIENCE", 2)
@@ -71,13 +73,21 @@ def test_a_run_changes_its_capacity(trainer, adapted, config, rows, monkeypatch)
     assert [line["capacity"] for line in of_run] == [1.0, 1.0, 0.5, 0.5, 0.5]
     assert all(line["dropped_assignments"] == 0 for line in of_run)
     assert found.layout.capacity == found.trainable.layout.capacity == found.frozen.layout.capacity == 0.5
+    plain = dataclasses.replace(run, output=str(tmp_path / "plain"))
+    trainer(plain, model=tm.place(adapted, tm.Layout.make({"ep": 2}, transport="ragged"))).run(quiet=True)
+    np.testing.assert_allclose([line["loss"] for line in of_run], [line["loss"] for line in lines(plain)], rtol=1e-4)
 
 
 @pytest.mark.slow
-def test_a_capacity_that_was_too_small_is_left_at_once(trainer, adapted, config) -> None:
+def test_a_capacity_that_was_too_small_is_left_at_once(trainer, adapted, config, monkeypatch) -> None:
+    """Also by a run that was stopped: it goes on with the capacity that it had come to."""
     run = config(train={"steps": 2, "eval_every": 0, "save_every": 2})
     options = {"transport": "all_to_all", "capacity": 0.02, "capacities": (0.02, 1.0)}
-    trainer(run, model=tm.place(adapted, tm.Layout.make({"ep": 2}, **options))).run(quiet=True)
+    model = tm.place(adapted, tm.Layout.make({"ep": 2}, **options))
+    with monkeypatch.context() as patch:
+        at(1, stop(), patch)
+        trainer(run, model=model).run(quiet=True)
+    trainer(run, model=model).run(quiet=True)
     first, second = lines(run)
     assert (first["capacity"], second["capacity"]) == (0.02, 1.0)
     assert first["dropped_assignments"] > second["dropped_assignments"] == 0

@@ -240,7 +240,7 @@ def test_packed_experts_are_not_trained_themselves(run, packed, tmp_path) -> Non
     flags = ("--model", packed, "--set", "train.dropout=0")
     code, said, err = run(*flags, "--set", "lora=null")
     assert (code, said) == (1, "")
-    assert f"{packed}: 1 problem(s)\n  - its experts are packed: train adapters (lora), or decode them first" in err
+    assert f"lora is null, but the experts of {packed} are packed: train adapters (lora), or decode them first" in err
     assert not (tmp_path / "out").exists()
     assert run(*flags, "--dry-run")[0] == 0
 

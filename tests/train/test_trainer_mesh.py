@@ -13,6 +13,7 @@ import trillion_moe as tm
 from trillion_moe.blueprint import init
 from trillion_moe.model import Model
 from trillion_moe.sharding import shardings
+from trillion_moe.transforms.segments import restack
 
 RUN = {"train": {"steps": 4, "eval_every": 2, "save_every": 2}, "seed": 3}
 
@@ -62,7 +63,7 @@ def test_a_run_goes_on_over_other_stages(trainer, adapted, config, tmp_path, mon
     cut = config(**undropped, output=str(tmp_path / "cut"), mesh={"pp": 2})
     with monkeypatch.context() as patch:
         at(2, stop(), patch)
-        trainer(cut, model=over(model, cut.mesh)).run(quiet=True)
+        stopped = trainer(cut, model=over(model, cut.mesh)).run(quiet=True).model
     again = dataclasses.replace(cut, mesh={"ep": 2})
     trained = trainer(again, model=over(model, again.mesh))
     assert trained.step == 2
@@ -72,6 +73,11 @@ def test_a_run_goes_on_over_other_stages(trainer, adapted, config, tmp_path, mon
     for name, array in arrays(expected.model).items():
         difference = np.linalg.norm(arrays(result.model)[name] - array)
         assert difference <= 1e-3 * np.linalg.norm(array), name
+    trained.best_step = 2  # the best update is one that ran over stages
+    best = trained._best()
+    assert best.step == 2
+    for name, array in arrays(restack(stopped, best.model.plan)).items():
+        np.testing.assert_array_equal(arrays(best.model)[name], array, err_msg=name)
 
 
 def test_a_batch_that_no_mesh_can_cut(trainer, adapted, config) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from trillion_moe.blueprint import layer_numbers
+from trillion_moe.blueprint import Segment, numbered
 from trillion_moe.checkpoint.atomic import new_folder, write_text
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.names import tree_leaves
@@ -48,12 +48,8 @@ def save_orbax(folder: str | Path, model: Any, *, beside: Sequence[Path] = ()) -
     leaves, _ = tree_leaves(model)
     arrays: dict[str, jax.Array] = {}
     kinds = {path: _take_apart(path, leaf, arrays) for path, leaf in leaves}
-    plan = tuple(
-        Depth(tuple((kind.attention, kind.ffn) for kind in s.layers), s.repeats, s.stages, s.virtual, s.numbers)
-        for s in model.plan
-    )
     checked = {path: (str(a.dtype), a.shape, checksum(a)) for path, a in arrays.items()}
-    about = asdict(About(FORMAT, model.dtype, plan, kinds, checked))
+    about = asdict(About(FORMAT, model.dtype, model.plan, kinds, checked))
     with new_folder(folder) as temporary:
         copy_files(beside, temporary)
         with ocp.StandardCheckpointer() as checkpointer:
@@ -63,7 +59,7 @@ def save_orbax(folder: str | Path, model: Any, *, beside: Sequence[Path] = ()) -
 
 
 def load_orbax(
-    folder: str | Path, build: Callable[[ModelConfig, str, "tuple[Depth, ...]"], Tree], *, layout: Layout | None = None
+    folder: str | Path, build: Callable[[ModelConfig, str, tuple[Segment, ...]], Tree], *, layout: Layout | None = None
 ) -> Tree:
     """The model as it was saved, bit for bit, over a mesh if a layout is given, whatever it was saved from. Its depth
     plan is that of the file, also where the mesh has other pipeline stages.
@@ -118,27 +114,18 @@ def _refuse(folder: Path, findings: list[str]) -> None:
         raise CheckpointError(folder, findings)
 
 
-def _odd_plan(plan: "tuple[Depth, ...]", config: ModelConfig) -> list[str]:
+def _odd_plan(plan: tuple[Segment, ...], config: ModelConfig) -> list[str]:
     """What a depth plan has otherwise than config.json; counted before it is written out, it may be anything."""
-    if odd := next((part for part in plan if part.numbers and not part.fits), None):
-        return [f"{MARKER}: a segment of {odd.repeats} repeats has numbers {odd.numbers}"]
-    if (count := sum(part.count for part in plan)) != config.num_layers:
+    if (count := sum(segment.count for segment in plan)) != config.num_layers:
         return [f"{MARKER}: the plan has {count} layers, config.json {config.num_layers}"]
-    slots = [
-        (number, kind)
-        for part, repeats in zip(plan, layer_numbers(plan), strict=True)
-        for numbers in repeats
-        for number, kind in zip(numbers, part.layers, strict=True)
-        if number is not None
-    ]
-    kinds = [kind for _, kind in sorted(slots)]
-    if sorted(number for number, _ in slots) != list(range(config.num_layers)):
+    found = numbered(plan)
+    if [number for number, _ in found] != list(range(config.num_layers)):
         return [f"{MARKER}: the plan's layers are not 0 to {config.num_layers - 1}"]
     stated = zip(config.attention, config.mlp, strict=True)
     return [
-        f"{MARKER}: layer {i} is {a}, in config.json {b}"
-        for i, (a, b) in enumerate(zip(kinds, stated, strict=True))
-        if a != b
+        f"{MARKER}: layer {i} is {kind.attention}, {kind.ffn}, in config.json {a}, {b}"
+        for (i, kind), (a, b) in zip(found, stated, strict=True)
+        if (kind.attention, kind.ffn) != (a, b)
     ]
 
 
@@ -228,40 +215,13 @@ class Adapted:
 
 
 @dataclass(frozen=True)
-class Depth:
-    """A segment of the depth plan: (attention, ffn) of its layers, and the rest as of `layers.segments.Segment`."""
-
-    layers: tuple[tuple[str, str], ...]
-    repeats: int
-    stages: int
-    virtual: int
-    numbers: tuple[tuple[int | None, ...], ...] | None
-
-    @property
-    def fits(self) -> bool:
-        sizes = {len(repeat) for repeat in self.numbers or ()}
-        runs = self.stages * self.virtual
-        return len(self.numbers or ()) == self.repeats and sizes == {len(self.layers)} and self.repeats % runs == 0
-
-    @property
-    def count(self) -> int:
-        if self.numbers is None:
-            return len(self.layers) * max(self.repeats, 0)
-        return sum(number is not None for repeat in self.numbers for number in repeat)
-
-    def __post_init__(self):
-        if min(self.stages, self.virtual) < 1:
-            raise ValueError(f"stages {self.stages}, virtual {self.virtual}: legal are numbers from 1")
-
-
-@dataclass(frozen=True)
 class About:
     """What model.json says. arrays: dtype, shape and
     CRC-32 by name."""
 
     format: str
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
-    plan: tuple[Depth, ...]
+    plan: tuple[Segment, ...]
     weights: dict[str, Plain | Packed | Adapted]
     arrays: dict[str, tuple[str, tuple[int, ...], int]]
 

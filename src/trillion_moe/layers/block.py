@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trillion_moe.blueprint import Spec, constant
+from trillion_moe.blueprint import LayerSpec, Spec, constant
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, real_tokens, tap_into
 from trillion_moe.layers.balance import Balancing
@@ -17,7 +17,6 @@ from trillion_moe.layers.mlp import GatedMLP
 from trillion_moe.layers.moe import MoE
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.residual import AttnRes
-from trillion_moe.layers.segments import LayerSpec
 from trillion_moe.sharding import Layout, gathered, pin
 
 LayerCache = Any  # KDACache, MLACache or None, as the layer is

@@ -335,7 +335,7 @@ def dispatch(made: Transport, x_NL: jax.Array, exact: Any = (), wire: str | None
 SHARES = 64
 
 
-def asked(wanted_NP: jax.Array) -> jax.Array:
+def demand(wanted_NP: jax.Array) -> jax.Array:
     """One in that of 65 places which says what share of a device's tokens it asked to send to one device at the most:
     place b for a share above (b - 1) / 64 up to b / 64. Sums over exchanges are their histogram."""
     most = jnp.max(jnp.sum(wanted_NP, axis=0, dtype=jnp.int32))

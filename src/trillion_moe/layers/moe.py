@@ -13,7 +13,7 @@ from trillion_moe.blueprint import Spec, constant, normal
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers import Tap, tap_into
 from trillion_moe.layers.balance import Balancing, answers, asked_axes
-from trillion_moe.layers.exchange import MAKERS, Route, Transport, asked, combine, dispatch, traffic
+from trillion_moe.layers.exchange import MAKERS, Route, Transport, combine, demand, dispatch, traffic
 from trillion_moe.layers.mlp import GatedMLP, activation_of
 from trillion_moe.layers.norm import rms_norm
 from trillion_moe.layers.router import Router, in_bank
@@ -78,7 +78,7 @@ class MoE(nnx.Module):
 
         dropped: int32, assignments of real tokens to experts that were over the capacity of their transport, which is
         the one cause there is. Where experts lie apart, ``exchange`` too, of all devices: ``asked`` (see
-        `exchange.asked`) and ``traffic`` (see `exchange.traffic`). Padding is never routed: it is in no group, no
+        `exchange.demand`) and ``traffic`` (see `exchange.traffic`). Padding is never routed: it is in no group, no
         count, and its routed output is 0.
         """
         z_BTL = x_BTD if self.latent_down is None else dot(x_BTD, self.latent_down)
@@ -221,7 +221,7 @@ def _transports(x: Rows, local: int, cfg: ModelConfig, layout: Layout) -> tuple[
         wanted_NP = _wanted(x, local, layout)
         made = MAKERS[layout.transport](wanted_NP, route)
         widths = row_bytes(x.x, (x.ids, x.weights), layout.wire), row_bytes(x.x)
-        figures = {"asked": asked(wanted_NP), "traffic": traffic(made, "ep", wanted_NP, *widths)}
+        figures = {"asked": demand(wanted_NP), "traffic": traffic(made, "ep", wanted_NP, *widths)}
         return made, {"dropped": _dropped(made.sent_NP, x.ids, local), "exchange": figures}
 
     # To tell nodes what is for whom takes a ragged exchange, of which JAX makes no batch.

@@ -11,6 +11,7 @@ its rows, each stage taking its share of the tokens.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from trillion_moe.layers.segments import Plan, schedule_of, staged
 from trillion_moe.layers.stages import Grid, Slot, Tail, Tokens, nth
 from trillion_moe.layers.vocabulary import cross_entropy
 from trillion_moe.ops import accumulator
-from trillion_moe.sharding import BATCH, Layout
+from trillion_moe.sharding import BATCH, Layout, dims, island
 
 Blocks = tuple[Block, ...]
 
@@ -139,11 +140,12 @@ class Pipe:
                 row = grid.row[g, j]
                 bank = None if self.cfg.attn_res_block is None else rows
                 block = jax.tree.map(lambda leaf: nth(leaf, g), block)
-                kept.append(nth(rows, row))
-                new, aux = self.layer(block, bank, kept[-1], grid.number[g, j], tokens)
+                sum_BTD = self.pin(nth(rows, row))
+                kept.append(self.lean(sum_BTD))
+                new, aux = self.layer(block, bank, sum_BTD, grid.number[g, j], tokens)
                 rows = lax.dynamic_update_index_in_dim(rows, new, row, 0)
                 auxes.append(aux)
-            return self.pin(rows), (tuple(map(self.lean, kept)), tuple(auxes))
+            return self.pin(rows), (tuple(kept), tuple(auxes))
 
         rows_NBTD, (kept, aux) = lax.scan(group, rows_NBTD, run * self.groups + jnp.arange(self.groups))
         return rows_NBTD, kept, aux
@@ -190,20 +192,19 @@ class Pipe:
         return out_res(rows_NBTD, rows_NBTD.shape[0] - 1, None, self.cfg.rms_norm_eps)
 
     def shared(self, x_BT: jax.Array) -> jax.Array:
-        """Of tokens ``[B, T, ...]`` this stage's share ``[B, T / P, ...]``, along cp each device's own."""
-        x = self._cut(x_BT)
-        return self._uncut(lax.dynamic_index_in_dim(x, lax.axis_index("pp"), 2, keepdims=False))
+        """Of tokens ``[B, T]`` this stage's share ``[B, T / P]``: on every device a part of its own."""
+
+        def mine(x_bt):
+            each = x_bt.shape[1] // self.schedule.stages
+            return lax.dynamic_slice_in_dim(x_bt, lax.axis_index("pp") * each, each, axis=1)
+
+        return island(self.layout, mine, (dims("batch", "time"),), dims("batch", "time"))(x_BT)
 
     def handed(self, x_BTD: jax.Array) -> jax.Array:
         """The same where all but one stage hold zeros: the others get their share from that one."""
-        return self._uncut(lax.psum_scatter(self._cut(x_BTD), "pp", scatter_dimension=2))
-
-    def _cut(self, x: jax.Array) -> jax.Array:
-        b, _, *rest = x.shape
-        return x.reshape(b, self.layout.size("cp"), self.schedule.stages, -1, *rest)
-
-    def _uncut(self, x: jax.Array) -> jax.Array:
-        return self.pin(x.reshape(x.shape[0], -1, *x.shape[3:]))
+        scattered = partial(lax.psum_scatter, axis_name="pp", scatter_dimension=1, tiled=True)
+        at = dims("batch", "time", None)
+        return island(self.layout, scattered, (at,), at)(x_BTD)
 
     def tail(self, tail: Tail, rows_NBTD, mine, targets_BT, counted_BT) -> tuple[jax.Array, jax.Array]:
         """This stage's share of the loss, and of the targets that were the argmax. mine: whether the rows are the last

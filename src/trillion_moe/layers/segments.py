@@ -1,42 +1,14 @@
 """Depth as data: which layers run one after the other, which are stacked, which lie on a pipeline's stages."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
 
-from trillion_moe.blueprint import layer_numbers
+from trillion_moe.blueprint import LayerSpec, Segment, layer_numbers, numbered
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers.schedule import Schedule
 from trillion_moe.sharding import BATCH, Layout, LayoutError
 
 SCAN_ABOVE = 16  # layers; a shallower model is unrolled, which runs faster and still compiles in seconds
 PERIODS = range(1, 9)  # lengths of a run of layers that may repeat
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSpec:
-    """What kind of layer: two layers of one LayerSpec have parameters of the same shapes."""
-
-    attention: Literal["kda", "mla"]
-    ffn: Literal["dense", "moe"]
-
-
-Numbers = tuple[tuple[int | None, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """`layers` run one after the other, the whole `repeats` times (then with stacked parameters, under a scan).
-
-    stages: of a pipeline (`staged_plan`) over which the repeats lie, `virtual` runs of them on each. numbers: by repeat
-    the numbers of its layers in the model, None where a slot is empty; given for stages, whose order is another.
-    """
-
-    layers: tuple[LayerSpec, ...]
-    repeats: int
-    stages: int = 1
-    virtual: int = 1
-    numbers: Numbers | None = None
 
 
 Plan = tuple[Segment, ...]
@@ -91,14 +63,7 @@ def _runs(kinds: tuple[LayerSpec, ...]) -> list[Segment]:
 
 def check_plan(cfg: ModelConfig, plan: Plan) -> None:
     """ValueError for a plan that would compute another model than the config's."""
-    slots = [
-        (number, kind)
-        for segment, repeats in zip(plan, layer_numbers(plan), strict=True)
-        for numbers in repeats
-        for number, kind in zip(numbers, segment.layers, strict=True)
-        if number is not None
-    ]
-    found = sorted(slots, key=lambda slot: slot[0])
+    found = numbered(plan)
     if found != list(enumerate(kinds_of(cfg))):
         raise ValueError(f"the plan's {len(found)} layers are not the {cfg.num_layers} of the config, in its order")
     sizes = [len(segment.layers) for segment in plan for _ in range(segment.repeats)]
@@ -225,20 +190,3 @@ def stages_of(plan: Plan, layout: Layout | None, rows: int) -> Stages | None:
 def staged(plan: Plan) -> Segment | None:
     """The segment that lies on the stages of a pipeline, if there is one."""
     return next((segment for segment in plan if segment.numbers), None)
-
-
-# --- in files --------------------------------------------------------------------------------------------------------
-
-
-def to_json(plan: Plan) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(segment) for segment in plan]
-
-
-def from_json(stored: Sequence[Mapping[str, Any]]) -> Plan:
-    """The inverse of `to_json`, of what JSON makes of it."""
-
-    def one(layers, numbers, **rest) -> Segment:
-        rows = None if numbers is None else tuple(map(tuple, numbers))
-        return Segment(tuple(LayerSpec(**layer) for layer in layers), numbers=rows, **rest)
-
-    return tuple(one(**segment) for segment in stored)

@@ -7,17 +7,13 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
 
-from trillion_moe.plan.hlo import Instruction, array_bytes, computations, turns
+from trillion_moe.hlo import KINDS, Instruction, array_bytes, computations, turns
 from trillion_moe.plan.overlap import Program, Work
-
-KINDS = (
-    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
-    "reduce-scatter",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,20 +37,22 @@ class Collective:
     hidden_flops: int = 0
 
 
-def collectives(text: str, mesh: Mesh) -> list[Collective]:
-    """Sums by kind and mesh axes, the most bytes first. ValueError for what is not known here."""
-    lines = computations(text)
-    times, program = turns(lines), Program(lines)
+def collectives(texts: Sequence[str], mesh: Mesh) -> list[Collective]:
+    """Sums over programs, by kind and mesh axes, the most bytes first. ValueError for what is not known here."""
     found: dict[tuple[str, str], Collective] = {}
-    for name in lines:
-        for one in program.instructions(name):
-            kind = one.opcode.removesuffix("-start")
-            if kind not in KINDS:
-                continue
-            if not times[name]:
-                raise ValueError(f"nothing seems to call {name}, which has {one.line.strip()[:200]}")
-            key = kind, _axes(one.line, mesh)
-            found[key] = _added(found.get(key, Collective(*key, 0, 0, 0)), one, times[name], program.hidden(name, one))
+    for text in texts:
+        lines = computations(text)
+        times, program = turns(lines), Program(lines)
+        for name in lines:
+            for one in program.instructions(name):
+                kind = one.opcode.removesuffix("-start")
+                if kind not in KINDS or "source_target_pairs={}" in one.line:  # a permutation between nobody
+                    continue
+                if not times[name]:
+                    raise ValueError(f"nothing seems to call {name}, which has {one.line.strip()[:200]}")
+                key = kind, _axes(one.line, mesh)
+                before = found.get(key, Collective(*key, 0, 0, 0))
+                found[key] = _added(before, one, times[name], program.hidden(name, one))
     return sorted(found.values(), key=lambda row: -row.bytes)
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trillion_moe.plan.hlo import Instruction, arrays, callees, instructions
+from trillion_moe.hlo import Instruction, arrays, callees, instructions
 
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|__cublas|__cudnn)')
 _BATCH = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")

@@ -20,10 +20,10 @@ from trillion_moe.model import least_tokens
 from trillion_moe.ops import IMPLEMENTATIONS, using
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.plan.collectives import Collective, collectives
-from trillion_moe.programs import blueprint
-from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
+from trillion_moe.programs import checked, rows_of_a_pass
+from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, place, shardings
-from trillion_moe.steps import train_step
+from trillion_moe.steps import grad_step, update_step
 from trillion_moe.transforms import partition
 
 SHARE = 0.9  # of a device's memory that a step may take: the rest is the runtime's
@@ -33,8 +33,8 @@ STEPS = 1000  # of the schedule; no size depends on it
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Bytes of one device, as XLA's memory analysis gives them: of arguments, of temporaries, of both with results at
-    their peak, and in the memory of its host. collectives: of one step."""
+    """Bytes of one device, as XLA's memory analysis gives them: of what a run holds (weights, the optimizer's state, a
+    batch), of what comes to that at the peak, of both, and in the memory of its host. collectives: of one step."""
 
     rows: int
     tokens: int
@@ -47,56 +47,51 @@ class Compiled:
 
 
 def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
-    """The step of one pass over text of the greatest length, rows as in `config.train`; one each if that is None.
+    """The step of one pass over text of the greatest length, rows as in `config.train`; `Layout.rows` if that is None.
 
-    Raises RunConfigError for settings that are not planned, LayoutError for a machine without compiler and a model or
-    batch that it cannot cut, AotError without the compiler's plugin and where it refuses the step.
+    Both programs of `train`: gradients, then the update. Raises RunConfigError for settings that are not planned,
+    LayoutError for a machine without compiler and a model or batch that it cannot cut, AotError without the compiler's
+    plugin and where it refuses the step.
     """
     chip = compiled_for(mesh)
-    cfg = ModelConfig.from_file(config.model)
-    if config.train.accumulate != 1 or config.train.dropout:
+    cfg, t = ModelConfig.from_file(config.model), config.train
+    if t.accumulate != 1 or t.dropout:
         raise RunConfigError(
-            f"train.accumulate = {config.train.accumulate}, train.dropout = {config.train.dropout}: legal are 1 and 0, "
-            "what is compiled is one pass and its update"
+            f"train.accumulate = {t.accumulate}, train.dropout = {t.dropout}: legal are 1 and 0, what is compiled is "
+            "one pass and its update"
         )
-    if config.lora is None and cfg.quantization is not None:
-        raise RunConfigError(f"lora is null, but the experts of {config.model} are packed: legal is a lora")
-    check_balance(config, cfg)
     layout = mesh.layout(aot.devices(chip, mesh.topology))
     tokens = config.examples.max_length
     if tokens is None:
         raise RunConfigError("examples.max_length is null: a plan needs the length of its rows")
-    rows = config.train.batch_size or layout.rows
+    rows = rows_of_a_pass(config, layout)
     check_batch(layout, rows, tokens, least=least_tokens(cfg))
     trained, frozen = partition(_model(cfg, config, chip, layout), trainable="all" if config.lora is None else "lora")
     optimizer = make_optimizer(config.optimizer, STEPS)
-    arguments = trained, frozen, _state(optimizer, trained, layout), _batch(layout, rows, tokens)
-    options = {"remat": config.train.remat, "balance": config.train.balance}
-    step = jax.jit(partial(train_step, optimizer, **options), donate_argnums=(0, 2))
-    with using(dict.fromkeys(IMPLEMENTATIONS, _platform(chip))):  # a platform chooses its own only where it is there
-        try:
-            compiled = aot.compile_over(
-                chip, layout.mesh, step, *arguments, options=_options(chip, arguments) or None
-            ).compiled
-        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what does not fit
-            raise aot.AotError(f"the compiler of {mesh.name} refuses this step: {str(error)[:500]}") from error
-    memory = compiled.memory_analysis()
+    state, batch = _state(optimizer, trained, layout), _batch(layout, rows, tokens)
+    held = _bytes((trained, frozen, state, batch))
+    passed = jax.jit(partial(grad_step, remat=t.remat, balance=t.balance))
+    one = _compiled(mesh, layout, passed, (trained, frozen, batch), held)
+    _, sums = one.lowered.out_info
+    given = trained, state, trained, _replicated(sums, layout)  # gradients lie as what is trained
+    two = _compiled(mesh, layout, jax.jit(partial(update_step, optimizer), donate_argnums=(0, 1)), given, held)
+    peak = max(_peak(one) + _bytes(state), _peak(two) + _bytes((frozen, batch)))  # what waits is held, too
+    memories = [program.compiled.memory_analysis() for program in (one, two)]
     return Compiled(
         rows,
         tokens,
         stages_of(trained.plan, layout, rows),
-        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes,
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
-        memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
-        collectives(compiled.as_text() or "", layout.mesh),
-    )  # fmt: skip
+        peak,
+        held,
+        peak - held,
+        max(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes for memory in memories),
+        collectives([program.compiled.as_text() or "" for program in (one, two)], layout.mesh),
+    )
 
 
 def _model(cfg: ModelConfig, config: RunConfig, chip: Chip, layout: Layout) -> Any:
     """The model as it would be loaded for this chip, of arrays without values that lie over the mesh."""
-    model = place(blueprint(cfg, config, _platform(chip), layout), layout)
+    model = place(checked(cfg, config, _platform(chip), layout), layout)
 
     def abstract(spec: Any, where: Any) -> jax.ShapeDtypeStruct:
         assert is_spec(spec)
@@ -116,13 +111,37 @@ def _state(optimizer: optax.GradientTransformation, trained: Any, layout: Layout
     return optax.tree.map_params(optimizer, like, state, trained, transform_non_params=counter)
 
 
+def _replicated(shapes: Any, layout: Layout) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.sharding()), shapes)
+
+
+def _compiled(mesh: Machine, layout: Layout, program: Any, arguments: Any, held: int) -> aot.Program:
+    chip = compiled_for(mesh)
+    with using(dict.fromkeys(IMPLEMENTATIONS, _platform(chip))):  # a platform chooses its own only where it is there
+        try:
+            return aot.compile_over(chip, layout.mesh, program, *arguments, options=_options(chip, held) or None)
+        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what does not fit
+            raise aot.AotError(f"the compiler of {mesh.name} refuses this step: {str(error)[:500]}") from error
+
+
+def _peak(program: aot.Program) -> int:
+    memory = program.compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def _bytes(tree: Any) -> int:
+    """Of one device."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
 def _batch(layout: Layout, rows: int, tokens: int) -> dict[str, Any]:
     dtypes = {"tokens": jnp.int32, "segments": jnp.int32, "loss_mask": jnp.bool_}
     where = layout.sharding("batch", "time")
     return {name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where) for name, dtype in dtypes.items()}
 
 
-def _options(chip: Chip, arguments: Any) -> dict[str, Any]:
+def _options(chip: Chip, held: int) -> dict[str, Any]:
     """As the step is compiled to be run, but for what stands in the way of asking about it.
 
     A TPU's gathers stay off its sparse cores: libtpu (of jaxlib 0.10.2) cannot give the text of a program with them
@@ -131,7 +150,6 @@ def _options(chip: Chip, arguments: Any) -> dict[str, Any]:
     options = dict(OPTIONS.get(_platform(chip), {}))
     if not isinstance(chip, Gpu):
         return options | {"xla_tpu_offload_gather_to_sparsecore": False}
-    held = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arguments))
     assumed, wanted = (share * chip.facts.hbm_bytes - held for share in (0.8, AIM))
     return options | ({"xla_gpu_memory_limit_slop_factor": round(100 * wanted / assumed)} if assumed > 0 else {})
 

@@ -18,8 +18,8 @@ from trillion_moe.model import least_tokens
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.profile.timing import Seconds, timed
 from trillion_moe.profile.trace import Shares, instructions, shares, traced
-from trillion_moe.programs import add, balanced, blueprint, gradients, over_all, update
-from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
+from trillion_moe.programs import add, balanced, blueprint, checked, gradients, over_all, rows_of_a_pass, update
+from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, place, put, shardings
 from trillion_moe.transforms import partition
 from trillion_moe.transforms.targets import dims, places
@@ -56,13 +56,8 @@ def check(config: RunConfig, layout: Layout | None) -> ModelConfig:
     if not config.model:
         raise RunConfigError("the configuration does not say model: give --set model=FOLDER, which needs no weights")
     cfg = ModelConfig.from_file(config.model)
-    if config.lora is None and cfg.quantization is not None:
-        raise RunConfigError(f"lora is null, but the experts of {config.model} are packed: legal is a lora")
-    check_balance(config, cfg)
     check_batch(layout, *_shape(config, layout), least=least_tokens(cfg))
-    model = blueprint(cfg, config, jax.default_backend(), layout)
-    if layout is not None:
-        shardings(model, layout)
+    checked(cfg, config, jax.default_backend(), layout)
     return cfg
 
 
@@ -144,8 +139,7 @@ def _shape(config: RunConfig, layout: Layout | None) -> tuple[int, int]:
     """Rows of a pass, tokens of a row."""
     if config.examples.max_length is None:
         raise RunConfigError("examples.max_length is null: a step needs the length of its rows")
-    rows = config.train.batch_size or (1 if layout is None else layout.rows)
-    return rows, config.examples.max_length
+    return rows_of_a_pass(config, layout), config.examples.max_length
 
 
 def flops(model: Any, trained: Any, *, everything: bool) -> float:

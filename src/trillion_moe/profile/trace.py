@@ -14,14 +14,11 @@ from typing import Any
 
 import jax
 
+from trillion_moe import hlo
+from trillion_moe.hlo import KINDS
 from trillion_moe.layers.moe import EXCHANGE
 
-KINDS = (
-    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
-    "reduce-scatter",
-)  # fmt: skip
 _CONTAINERS = ("while", "call", "conditional")
-_NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (?:.*?) ([a-z][\w-]*)\(")
 _WRAPPED = re.compile(rf"({'|'.join(sorted(KINDS, key=len, reverse=True))})")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _MODULE = re.compile(r"^HloModule ([\w.-]+)")
@@ -75,14 +72,8 @@ def instructions(texts: Iterable[str]) -> dict[str, dict[str, Instruction]]:
     for text in texts:
         module = _MODULE.match(text)
         assert module is not None, text[:100]
-        found[module[1]] = {name: _instruction(opcode, line) for name, opcode, line in _lines(text)}
+        found[module[1]] = {one.name: _instruction(one.opcode, one.line) for one in hlo.instructions(text.splitlines())}
     return found
-
-
-def _lines(text: str) -> Iterator[tuple[str, str, str]]:
-    for line in text.splitlines():
-        if match := _NAME.match(line):
-            yield match[1], match[2], line
 
 
 def _instruction(opcode: str, line: str) -> Instruction:

@@ -51,7 +51,7 @@ class Capacity:
         return self.capacities[self._place]
 
     def seen(self, asked: np.ndarray) -> float:
-        """The capacity after an update in which this was asked for: int [65], as `layers.exchange.asked` counts."""
+        """The capacity after an update in which this was asked for: int [65], as `layers.exchange.demand` counts."""
         self._recent.append(np.asarray(asked, np.int64))
         wanted = self._smallest(min(1.0, self._load() * (1 + SPARE)))
         if wanted > self._place:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from trillion_moe.blueprint import Segment
 from trillion_moe.checkpoint.atomic import new_folder, write_text
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.distributed import current, whole
@@ -87,6 +88,16 @@ def restore(saved: Saved, like: Any) -> Any:
     if spoilt := [path for path in paths if sums[path] != saved.state[SUMS][path]]:
         raise CheckpointError(saved.folder, [f"{path} has other values than were saved" for path in spoilt])
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in paths])
+
+
+def depth(saved: Saved) -> tuple[Segment, ...]:
+    """The depth plan of the arrays. CheckpointError if it is none."""
+    import pydantic
+
+    try:
+        return pydantic.TypeAdapter(tuple[Segment, ...]).validate_python(saved.state["depth"])
+    except pydantic.ValidationError as error:
+        raise CheckpointError(saved.folder, [f"{STATE}: depth: {error.errors()[0]['msg']}"]) from None
 
 
 def _state(folder: Path) -> Mapping[str, Any]:

@@ -25,11 +25,11 @@ from trillion_moe.distributed import Processes, add_place_flags, current
 from trillion_moe.layers.segments import stages_of
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Model
-from trillion_moe.programs import blueprint
-from trillion_moe.run_config import RunConfig, RunConfigError, check_balance, load_run_config, to_json
-from trillion_moe.sharding import Layout, LayoutError, shardings
+from trillion_moe.programs import checked, rows_of_a_pass
+from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
+from trillion_moe.sharding import Layout, LayoutError
 from trillion_moe.train.report import picture
-from trillion_moe.train.trainer import Trainer, check_rows, comparable, count_updates, rows_of_a_pass
+from trillion_moe.train.trainer import Trainer, check_rows, comparable, count_updates
 from trillion_moe.transforms import add_lora, count_by_group, partition
 from trillion_moe.transforms.targets import places
 
@@ -71,8 +71,7 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     _check_writable(output)
     cfg = ModelConfig.from_file(config.model)  # rows are checked before the weights, which take longer, are read
     layout = None if config.mesh is None else layout_of(config.mesh)
-    if layout is not None:
-        shardings(blueprint(cfg, config, jax.default_backend(), layout), layout)  # whether it can be cut
+    checked(cfg, config, jax.default_backend(), layout)
     _check_spans(layout, processes)
     processor = load_processor(config.model, cfg)
     train, held_out = _examples(config, cfg, processor)
@@ -80,7 +79,6 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     if processes.first:
         print(statistics(train), file=sys.stderr)
     check_rows(config, cfg, layout, (train, held_out))
-    check_balance(config, cfg)
     model = _adapted(load(config.model, dtype=config.dtype, mesh=layout), config)
     if processes.first and (stages := stages_of(model.plan, layout, rows_of_a_pass(config, layout))):
         print(stages, file=sys.stderr)
@@ -163,8 +161,6 @@ def _adapted(model: Model, config: RunConfig) -> Model:
             return add_lora(model, config.lora, jax.random.key(config.seed))
         except ValueError as error:
             raise RunConfigError(f"lora, on {config.model}: {error}") from None
-    if model.config.quantization is not None:
-        raise CheckpointError(config.model, ["its experts are packed: train adapters (lora), or decode them first"])
     return model
 
 

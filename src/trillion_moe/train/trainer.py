@@ -19,14 +19,14 @@ from trillion_moe.data.examples import Examples
 from trillion_moe.data.loader import Batch, Batches, Loader
 from trillion_moe.distributed import current, whole
 from trillion_moe.layers.balance import LOSS
-from trillion_moe.layers.segments import Plan, from_json, to_json
+from trillion_moe.layers.segments import Plan
 from trillion_moe.layers.vision import ImageBatch
 from trillion_moe.model import Model, bucket, least_tokens, loss_sum
 from trillion_moe.optimizer import check_eps, make_optimizer, schedule
 from trillion_moe.programs import add as _add
 from trillion_moe.programs import balanced as _balanced
 from trillion_moe.programs import gradients as _gradients
-from trillion_moe.programs import over_all
+from trillion_moe.programs import over_all, rows_of_a_pass
 from trillion_moe.programs import update as _update
 from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
 from trillion_moe.sharding import Layout, check_batch, put, relaid
@@ -239,7 +239,7 @@ class Trainer:
         names = ("step", "tokens", "best", "best_step", "stale")
         state = {name: getattr(self, name) for name in names} | {"data": self.batches.get_state()}
         state["config"] = comparable(self.config)
-        state["depth"] = to_json(self.trainable.plan)
+        state["depth"] = [dataclasses.asdict(segment) for segment in self.trainable.plan]
         state["capacity"] = None if self.layout is None else self.layout.capacity
         checkpoints.save(self.output, self._arrays(), state, keep=self.config.train.keep, best=self.best_step)
         self.saved_step = self.step
@@ -285,7 +285,7 @@ class Trainer:
 
 def _restored(saved: checkpoints.Saved, now: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arrays of a checkpoint where `now` lies, also from other pipeline stages: these stack layers otherwise."""
-    plan, was = now[0].plan, from_json(saved.state["depth"])
+    plan, was = now[0].plan, checkpoints.depth(saved)
     if was == plan:
         return checkpoints.restore(saved, now)
     found = _under(plan, checkpoints.restore(saved, _under(was, now)))
@@ -340,10 +340,6 @@ def on_devices(batch: Batch, layout: Layout | None) -> dict[str, Any]:
         return jnp.asarray(array) if layout is None else put(array, layout.sharding("batch", "time"))
 
     return {name: put_tokens(batch[name]) for name in ("tokens", "segments", "loss_mask")} | {"images": images}
-
-
-def rows_of_a_pass(config: RunConfig, layout: Layout | None) -> int:
-    return config.train.batch_size or (1 if layout is None else layout.rows)
 
 
 def _loader(examples: Examples, config: RunConfig, rows: int, *, seed: int | None, epochs: int | None) -> Loader:

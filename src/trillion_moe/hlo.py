@@ -5,6 +5,12 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+KINDS = (
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
+    "reduce-scatter",
+)  # fmt: skip
+"""Opcodes of collectives."""
+
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "c64": 8, "token": 0} | {
     f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)
 }
