@@ -8,6 +8,6 @@ MESH = Machine(
     axes={"ep": 16},
     tiers=(NVLINK_5.switched(8), INFINIBAND.switched(16)),
     topology="2x8x1",
-    transport="ragged",
+    transport="hierarchical",
     chunks=8,
 )

@@ -8,6 +8,6 @@ MESH = Machine(
     axes={"ep": 32},
     tiers=(NVLINK_4.switched(8), INFINIBAND.switched(32)),
     topology="4x8x1",
-    transport="ragged",
+    transport="hierarchical",
     chunks=8,
 )

@@ -8,6 +8,6 @@ MESH = Machine(
     axes={"ep": 64},
     tiers=(NVLINK_4.switched(8), INFINIBAND.switched(64)),
     topology="8x8x1",
-    transport="ragged",
+    transport="hierarchical",
     chunks=8,
 )

@@ -120,6 +120,16 @@ def test_an_unknown_chip_is_refused_with_those_there_are():
         Machine("m", "abacus", {"ep": 2}, (TWO,))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_where_an_exchange_has_neighbours_in_a_node_a_row_crosses_between_nodes_once(name):
+    found = machine(name)
+    inside = math.prod(size for axis, size in found.axes.items() if AXES.index(axis) > AXES.index("ep"))
+    two_tiers = inside < found.tiers[0].span < inside * found.axes.get("ep", 1)
+    assert (found.transport == "hierarchical") == two_tiers
+    if two_tiers:
+        assert found.node == found.tiers[0].span // inside
+
+
 @pytest.mark.parametrize(("axis", "span"), [("tp", 8), ("ep", 1024), ("fsdp", 1024), ("dp", 1024)])
 def test_an_axis_is_as_slow_as_what_lies_between_its_neighbours(axis, span):
     assert machine("h200x1024").tier(axis).span == span
