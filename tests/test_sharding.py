@@ -11,12 +11,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from tests.mesh_tools import HEADS, TWO, VISION, WITHIN, assert_as_on_one_device, problem
+from tests.mesh_tools import HEADS, TWO, VISION, WITHIN, assert_as_on_one_device, by_layer, problem
 from tests.tiny import LINEAR, MOE, filled, tiny_k3
 
 import trillion_moe as tm
 from trillion_moe.blueprint import init
-from trillion_moe.model import Model, init_caches
+from trillion_moe.model import Model, forward, init_caches
+from trillion_moe.plan.collectives import collectives
 from trillion_moe.sharding import AXES, BATCH, RULES, Layout, LayoutError, model_axes, place, shardings
 from trillion_moe.steps import grad_step
 from trillion_moe.transforms.quantize import cast
@@ -79,23 +80,39 @@ def test_logits_and_caches_over_a_mesh() -> None:
             np.testing.assert_allclose(tm.forward(cut, tokens[:, :1], caches=caches)[0], after, rtol=1e-4, atol=1e-4)
 
 
-def test_in_bfloat16() -> None:
+def test_few_tokens_travel_in_one_chunk() -> None:
+    """One each: what is there goes once and comes back once, however many chunks a layout has for the many."""
+    layout = Layout.make({"ep": 4}, transport="all_to_all", chunks=8)
+    model = place(filled(tiny_k3(**TWO, **HEADS)), layout)
+    program = jax.jit(forward).lower(model, np.full((4, 1), 5, np.int32)).compile()
+    count = {row.kind: row.count for row in collectives([program.as_text() or ""], layout.mesh)}
+    assert count["all-to-all"] == 3  # to experts, back, and the columns of the embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("adapters", {"ep": 2, "cp": 2, "tp": 2}, {"transport": "ragged"} | WITHIN),
+        pytest.param("five adapters", {"pp": 2, "ep": 2}, {"transport": "ragged"}, marks=pytest.mark.slow),
+    ],
+)
+def test_in_bfloat16(name: str, sizes: dict[str, int], options: dict) -> None:
     """Half precision rounds elsewhere on a mesh, and no more: as far from float32 as one device is.
 
     A token has all experts: in half precision near ties choose others, whatever the mesh.
     """
 
     def grads(layout: Layout | None, dtype: str) -> dict[str, np.ndarray]:
-        model, batch, options = problem("adapters")
+        model, batch, options = problem(name)
         moe = dataclasses.replace(model.config.moe, top_k=MOE.num_experts)
         model.config = dataclasses.replace(model.config, moe=moe)
         model = cast(model, dtype)
-        trained, frozen = tm.partition(model if layout is None else place(model, layout))
+        trained, frozen = tm.partition(model if layout is None else tm.place(model, layout))
         found, _ = jax.jit(functools.partial(grad_step, **options))(trained, frozen, batch)
-        return {p.names[0]: np.asarray(p.leaf, np.float64) for p in places(found, inside=True)[0]}
+        return {name: array.astype(np.float64) for name, array in by_layer(found).items()}
 
     exact, one = grads(None, "float32"), grads(None, "bfloat16")
-    mesh = grads(Layout.make({"ep": 2, "cp": 2, "tp": 2}, transport="ragged", **WITHIN), "bfloat16")
+    mesh = grads(Layout.make(sizes, **options), "bfloat16")
 
     def off(found: dict[str, np.ndarray]) -> float:
         """Relative RMS over all gradients together: single ones are small differences of large sums."""

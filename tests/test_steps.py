@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,6 +13,7 @@ from tests.numerics import rel_rms
 from tests.tiny import LINEAR, by_name, filled, tiny_k3
 
 import trillion_moe as tm
+from trillion_moe.programs import add
 from trillion_moe.steps import grad_step, train_step, update_step
 from trillion_moe.transforms.targets import places
 from trillion_moe.weights import MXFP4, LoRA
@@ -191,3 +193,13 @@ def test_nothing_is_updated_by_what_is_not_finite(small, where) -> None:
     after, new_state, metrics = update_step(optimizer, trainable, state, grads, sums)
     assert not np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
     jax.tree.map(np.testing.assert_array_equal, (after, new_state), (trainable, state))
+
+
+def test_passes_are_summed_in_float32_whatever_the_parameters_are() -> None:
+    """256 and 1 are 256 in bfloat16; counts stay whole numbers."""
+    new = jnp.ones((2,), jnp.bfloat16), {"tokens": jnp.int32(2**24 + 1)}
+    total = jnp.full((2,), 256, jnp.bfloat16), {"tokens": jnp.int32(1)}
+    grads, sums = add(*add(*total, new), new)
+    assert grads.dtype == jnp.float32
+    assert grads.tolist() == [258, 258]
+    assert (sums["tokens"].dtype, int(sums["tokens"])) == (jnp.int32, 2**25 + 3)

@@ -5,7 +5,7 @@ Needs the extra `aot`, in an environment of its own: a CUDA plugin without a dri
 
 import os
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,9 +78,19 @@ def compile_for(chip: Chip | str, f: Callable, *shapes: Any, options: dict[str, 
     return compile_over(chip, mesh, jax.jit(f), *placed, options=options)
 
 
-def compile_over(chip: Chip, mesh: Mesh, jitted: Any, *shapes: Any, options: dict[str, Any] | None = None) -> Program:
-    """The program of a jitted function over a mesh of a chip's `devices`, where the shapes' shardings have them."""
+def compile_over(
+    chip: Chip,
+    mesh: Mesh,
+    jitted: Any,
+    *shapes: Any,
+    options: dict[str, Any] | None = None,
+    static: Mapping[str, Any] | None = None,
+) -> Program:
+    """The program of a jitted function over a mesh of a chip's `devices`, where the shapes' shardings have them.
+
+    static: its keyword arguments.
+    """
     platform = "cuda" if isinstance(chip, Gpu) else "tpu"
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jitted.trace(*shapes).lower(lowering_platforms=(platform,))
+        lowered = jitted.trace(*shapes, **(static or {})).lower(lowering_platforms=(platform,))
         return Program(lowered, lowered.compile(options))

@@ -16,6 +16,7 @@ from trillion_moe import model as _model
 from trillion_moe import trace as _trace
 from trillion_moe.blueprint import Segment
 from trillion_moe.checkpoint import CheckpointError
+from trillion_moe.compiler import jitted
 from trillion_moe.config import ConfigError, ModelConfig
 from trillion_moe.data.chat import ChatError, ChatOptions
 from trillion_moe.data.image_files import ImageError
@@ -203,9 +204,9 @@ def load_adapter(model: Model, path: str | Path, *, check_base: bool = True) -> 
     return with_lora(model, checkpoint.read_adapter(path, model, check_base=check_base))
 
 
-_forward = jax.jit(_model.forward)
-_loss = jax.jit(_model.loss, static_argnames="remat")
-_traced = jax.jit(_trace.trace)
+_forward = jitted(_model.forward)
+_loss = jitted(_model.loss, static_argnames="remat")
+_traced = jitted(_trace.trace)
 
 
 def forward(

@@ -39,6 +39,10 @@ class Jitted:
         """As `jax.jit` of it would."""
         return self._program.lower(*args, **kwargs)
 
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise, for another platform than that there is: without options, which are for its compiler."""
+        return jax.jit(self._f, **self._how).trace(*args, **kwargs)
+
 
 def jitted(f: Callable, **how: Any) -> Jitted:
     """f as a `Jitted`; a decorator."""

@@ -63,7 +63,7 @@ _BELOW = re.compile(r"^\s+ROOT .* compare\(.*direction=LT")
 
 
 def callees(line: str, computations: dict[str, list[str]]) -> Counter[str]:
-    """The computations that an instruction runs, and how often: a branch as if taken, a loop of unknown length once.
+    """The computations that an instruction runs, and how often: a branch as if taken, a loop of unknown length never.
 
     Where the compiler does not note how often a loop turns, it is known if all that its condition has is a comparison
     with a number (loops count from 0).
@@ -74,8 +74,7 @@ def callees(line: str, computations: dict[str, list[str]]) -> Counter[str]:
     elif (found := _CONDITION.search(line)) and found[1] in computations:
         condition = computations[found[1]]
         bounds = [bound[1] for bound in map(_BOUND.search, condition) if bound]
-        if len(bounds) == 1 and any(map(_BELOW.match, condition)):
-            times = int(bounds[0])
+        times = int(bounds[0]) if len(bounds) == 1 and any(map(_BELOW.match, condition)) else 0
     names = [name for group in _CALLS.findall(line) for name in group.replace("%", "").replace(" ", "").split(",")]
     return Counter({name: names.count(name) * times for name in names if name in computations})
 

@@ -11,6 +11,7 @@ from trillion_moe.compiler import jitted
 from trillion_moe.config import ModelConfig
 from trillion_moe.layers.segments import plan_for
 from trillion_moe.model import Model
+from trillion_moe.ops import accumulator
 from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
 from trillion_moe.sharding import Layout, shardings
 from trillion_moe.steps import balance_step, grad_step, update_step
@@ -45,6 +46,8 @@ def checked(cfg: ModelConfig, config: RunConfig, platform: str, layout: Layout |
             f"lora is null, but the experts of {config.model} are packed: train adapters (lora), or decode them first"
         )
     check_balance(config, cfg)
+    if layout is not None and layout.size("pp") > 1 and not config.train.remat:
+        raise RunConfigError(f"train.remat = false over pp = {layout.size('pp')}: legal is true, stages keep no layer")
     model = blueprint(cfg, config, platform, layout)
     if layout is not None:
         shardings(model, layout)
@@ -76,8 +79,12 @@ def gradients(
 
 @partial(jax.jit, donate_argnums=0)
 def add(grads: Any, sums: Any, new: Any) -> tuple[Any, Any]:
-    """Gradients and sums of one pass more."""
-    return jax.tree.map(jnp.add, (grads, sums), new)
+    """Gradients and sums of one pass more; gradients in float32 at least, whatever dtype their parameters have."""
+
+    def wide(a: jax.Array, b: jax.Array) -> jax.Array:
+        return a + b if jnp.issubdtype(a.dtype, jnp.integer) else a.astype(accumulator(a.dtype)) + b
+
+    return jax.tree.map(wide, (grads, sums), new)
 
 
 balanced = jitted(balance_step, static_argnums=0)

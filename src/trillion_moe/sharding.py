@@ -432,11 +432,14 @@ def as_placed(model: Any) -> Any:
 def relaid(tree: Any, layout: Layout) -> Any:
     """A tree with models in it, each with another layout over the same mesh and rules: no array moves."""
 
+    def laid(node: Any) -> bool:
+        return isinstance(getattr(node, "layout", None), Layout)  # packed weights have a layout of another kind
+
     def one(model: Any) -> Any:
-        if not hasattr(model, "layout"):
+        if not laid(model):
             return model
         model = jax.tree.map(lambda x: x, model)
         model.layout = layout
         return model
 
-    return jax.tree.map(one, tree, is_leaf=lambda node: hasattr(node, "layout"))
+    return jax.tree.map(one, tree, is_leaf=laid)

@@ -123,12 +123,14 @@ def grad_step(
 def update_step(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, sums: Any):
     """One optimizer update from summed gradients, divided by ``sums["tokens"]`` -> trainable, opt_state, metrics.
 
+    grads: of the dtypes of `trainable`, or wider where several passes were summed.
+
     metrics: ``loss`` (mean), ``accuracy``, ``tokens``, ``grad_norm`` (before clipping), ``expert_counts``,
     ``dropped``, ``sequence_loss`` (mean) and ``shortfall_histogram`` as they are in the sums. If loss or norm is not
     finite, nothing changes.
     """
     count = sums["tokens"]
-    grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
+    grads = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), grads, trainable)
     metrics = sums | {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count}
     metrics |= {LOSS: sums[LOSS] / count} if LOSS in sums else {}
     metrics["grad_norm"] = optax.tree.norm(grads)

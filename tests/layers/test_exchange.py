@@ -13,7 +13,7 @@ from tests.numerics import rel_rms
 
 from trillion_moe.layers.exchange import MAKERS, SHARES, Route, combine, demand, dispatch, traffic
 from trillion_moe.layers.moe import _by_expert
-from trillion_moe.layers.wire import BLOCK, row_bytes
+from trillion_moe.layers.wire import BLOCK, Narrow, narrow, row_bytes, widen
 from trillion_moe.sharding import TRANSPORTS, WIRES
 
 N, DEVICES, L, MOST, NODE = 9, 4, 5, 3, 2
@@ -176,7 +176,7 @@ def test_a_row_crosses_to_a_node_once(kind: str) -> None:
     assert not rows[other & (device[:, None] % 4 != device % 4)].any()
     assert rows[other].sum() < travelled("ragged", wanted)[1][other].sum()
     words = (rows[other].sum()) * 4 + 8 * (2 * 1 + 4 * 3) * 4  # which devices of a node a row is for, and sizes
-    away = rows.sum() - np.trace(rows) - 0
+    away = rows.sum() - np.trace(rows)
     # Within a node a row may go to its own device, which is no traffic, but was counted by the place it stays in.
     assert sent == away * (K3_WIDTH * 2 + K3_TOP * 8) + words
 
@@ -204,6 +204,15 @@ def test_eight_bits_are_half_the_bytes_and_hide_nothing_that_is_not_finite() -> 
     x[3, 2], x[4, 1] = np.inf, np.nan
     y, _, _ = exchange("ragged", np.ones((DEVICES * N, DEVICES), bool) & (np.arange(DEVICES) < MOST), x, wire=WIRES[0])
     np.testing.assert_array_equal(np.isfinite(y).all(1), np.isfinite(x).all(1))
+
+
+def test_blocks_of_the_smallest_numbers_travel_in_eight_bits() -> None:
+    """Their scale would be too small for a device that has no subnormal numbers."""
+    x = jnp.full((1, BLOCK), 3e-37, jnp.float32)
+    narrowed = narrow(x, "float8_e4m3fn")
+    assert isinstance(narrowed, Narrow)
+    assert float(narrowed.scales[0, 0]) >= np.finfo(np.float32).tiny
+    np.testing.assert_allclose(widen(narrowed, "float8_e4m3fn", x.dtype), x, rtol=0.07)
 
 
 @pytest.mark.parametrize(("most", "of", "place"), [(0, 6, 0), (1, 64, 1), (3, 64, 3), (1, 6, 11), (6, 6, 64)])

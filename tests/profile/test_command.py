@@ -16,7 +16,7 @@ from trillion_moe.blueprint import abstract
 from trillion_moe.cli import main
 from trillion_moe.config import ModelConfig
 from trillion_moe.model import Model
-from trillion_moe.profile import step, timing, trace
+from trillion_moe.profile import step, timing
 from trillion_moe.profile.command import KEY, parsed
 from trillion_moe.stamp import Stamp
 
@@ -209,9 +209,3 @@ def test_meshes() -> None:
 def test_the_config_is_enough(model) -> None:
     assert ModelConfig.from_file(model).quantization == "mxfp4"
     assert [f.name for f in model.iterdir()] == ["config.json"]
-
-
-def test_names_of_collectives_are_xla_s() -> None:
-    from trillion_moe.plan.collectives import KINDS
-
-    assert trace.KINDS == KINDS

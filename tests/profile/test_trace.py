@@ -90,6 +90,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
   %all-gather-start.1 = (f32[8]{{0}}, f32[32]{{0}}) all-gather-start(%x), metadata={{op_name="jit(f)/{EXCHANGE}/a"}}
   %all-gather-done.1 = f32[32]{{0}} all-gather-done(%all-gather-start.1), metadata={{op_name="jit(f)/{EXCHANGE}/a"}}
   %async-start = ((f32[8]{{0}}), f32[2]{{0}}) async-start(%x), calls=%async_computation
+  %async-done = f32[2]{{0}} async-done(%async-start)
   %while.3 = (f32[8]{{0}}) while(%t), condition=%a, body=%b
   ROOT %psum.7 = f32[8]{{0}} all-reduce(%x), to_apply=%add, metadata={{op_name="jit(f)/psum"}}
 }}
@@ -104,7 +105,8 @@ def test_what_instructions_are() -> None:
         "fusion.1": Instruction("", False),
         "all-gather-start.1": Instruction("all-gather", True),
         "all-gather-done.1": Instruction("all-gather", True),
-        "async-start": Instruction("", False),
+        "async-start": Instruction("reduce-scatter", False),
+        "async-done": Instruction("reduce-scatter", False),
         "while.3": Instruction(None, False),
         "psum.7": Instruction("all-reduce", False),
     }

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trillion_moe.compiler import jitted
 from trillion_moe.inputs import Images, InputError, check_inputs, check_tokens
 from trillion_moe.layers.vision import Features, ImageBatch
 from trillion_moe.model import Caches, Model, bucket, grow, image_features, init_caches
@@ -114,9 +114,9 @@ def decode(model: Model, now: Decoding, eos_ids: Sequence[int], steps: int = STE
     return np.asarray(tokens), now
 
 
-_decode = partial(jax.jit, static_argnames="room", donate_argnums=1)(decode_steps)
-_prefill = partial(jax.jit, donate_argnums=3)(prefill_step)
-_image_features = jax.jit(image_features)
+_decode = partial(jitted, static_argnames="room", donate_argnums=1)(decode_steps)
+_prefill = partial(jitted, donate_argnums=3)(prefill_step)
+_image_features = jitted(image_features)
 
 
 def _features(model: Model, images: ImageBatch | None) -> Features | None:

@@ -80,7 +80,7 @@ def sequence_loss(scores_NE: jax.Array, asked: Balancing, k: int, layout: Layout
     e, acc = scores_NE.shape[-1], accumulator(scores_NE.dtype)
     real_BT, number_BT = asked.segments_BT > 0, _numbers(asked.segments_BT)
     size_BT, targets_BT = (_by_document(number_BT, a) for a in (real_BT, asked.counted_BT & real_BT))
-    scale_BT = jnp.where(real_BT, targets_BT * e / (k * jnp.maximum(size_BT, 1).astype(acc) ** 2), 0)
+    scale_BT = jnp.where(real_BT, targets_BT.astype(acc) * e / (k * jnp.maximum(size_BT, 1).astype(acc) ** 2), 0)
     length = len(scores_NE) // len(number_BT)
     start = 0 if layout is None else lax.axis_index("cp") * length
     mine = [lax.dynamic_slice_in_dim(a, start, length, axis=1) for a in (real_BT, scale_BT)]

@@ -22,6 +22,7 @@ from trillion_moe.ops import accumulator, dot, grouped_dot, grouped_glu
 from trillion_moe.sharding import Layout, axes_like, dims, island
 
 COUNTED = 128  # rows in which those of one expert are counted by comparing each with each
+CHUNK = 32  # rows of a chunk at the least: each chunk reads the weights of the experts and begins messages of its own
 EXCHANGE = "expert_exchange"  # what is between tokens and their experts, in the names of a program's operations
 
 
@@ -153,13 +154,14 @@ def _over_devices(experts: Experts, z_NL, ids_NK, weights_NK, cfg: ModelConfig, 
     """
     n, e, within = len(z_NL), cfg.moe.num_experts, "tp" in layout.over("expert_mlp")
     parts = 1 if within else layout.size("tp")
-    each = -(-n // (parts * layout.chunks))
+    chunks = max(1, min(layout.chunks, n // (parts * CHUNK)))
+    each = -(-n // (parts * chunks))
     at = 0 if parts == 1 else lax.axis_index("tp")
 
     def mine(a_N: jax.Array, fill: int = 0) -> jax.Array:
-        padded = jnp.pad(a_N, ((0, parts * layout.chunks * each - n), (0, 0)), constant_values=fill)
-        share = lax.dynamic_slice_in_dim(padded, at * layout.chunks * each, layout.chunks * each)
-        return share.reshape(layout.chunks, each, -1)
+        padded = jnp.pad(a_N, ((0, parts * chunks * each - n), (0, 0)), constant_values=fill)
+        share = lax.dynamic_slice_in_dim(padded, at * chunks * each, chunks * each)
+        return share.reshape(chunks, each, -1)
 
     y_CNL, counts = _in_chunks(experts, Rows(mine(z_NL), mine(ids_NK, e), mine(weights_NK)), cfg, layout)
     y_NL = y_CNL.reshape(-1, y_CNL.shape[-1])

@@ -38,7 +38,8 @@ def narrow(x_NL: jax.Array, wire: str | None) -> jax.Array | Narrow:
         .reshape(n, -(-width // BLOCK), BLOCK)
     )
     most = jnp.max(jnp.abs(blocks), axis=-1)
-    scales = jnp.where(most > 0, most / _LARGEST[wire], 1).astype(jnp.float32)
+    least = jnp.finfo(jnp.float32).tiny  # below it devices take 0 for a number, and dividing by it would not be finite
+    scales = jnp.where(most > 0, jnp.maximum(most / _LARGEST[wire], least), 1).astype(jnp.float32)
     values = (blocks / scales[:, :, None]).reshape(n, -(-width // BLOCK) * BLOCK)[:, :width].astype(wire)
     return Narrow(lax.bitcast_convert_type(values, jnp.uint8), scales)
 

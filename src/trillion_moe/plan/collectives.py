@@ -18,8 +18,10 @@ from trillion_moe.plan.overlap import Program, Work
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """count: how often it runs in one step. bytes: what all its runs give to one device, largest: the greatest array
-    of a run, which may give several. axes: "part of" them for groups within, "" if not a mesh's.
+    """count: how often it runs in one step, every branch taken: of a pipeline's ticks all count, though forwards and
+    backwards each skip some (of 6 ticks 1, with two stages and four microbatches). bytes: what all its runs give to one
+    device, largest: the greatest array of a run, which may give several. axes: "part of" them for groups within, "" if
+    not a mesh's.
 
     asynchronous: runs that are begun in one place and awaited in another. overlapped: those of them between whose
     beginning and end the device multiplies matrices or runs kernels; hidden_bytes: what these give. hidden_flops: of
@@ -49,7 +51,7 @@ def collectives(texts: Sequence[str], mesh: Mesh) -> list[Collective]:
                 if kind not in KINDS or "source_target_pairs={}" in one.line:  # a permutation between nobody
                     continue
                 if not times[name]:
-                    raise ValueError(f"nothing seems to call {name}, which has {one.line.strip()[:200]}")
+                    raise ValueError(f"how often {name} is called is not known; it has {one.line.strip()[:200]}")
                 key = kind, _axes(one.line, mesh)
                 before = found.get(key, Collective(*key, 0, 0, 0))
                 found[key] = _added(before, one, times[name], program.hidden(name, one))

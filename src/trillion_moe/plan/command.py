@@ -2,17 +2,20 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trillion_moe.checkpoint.atomic import write_text
-from trillion_moe.meshes.machine import machine
+from trillion_moe.meshes.chips import Gpu, Tpu
+from trillion_moe.meshes.machine import compiled_for, machine
 from trillion_moe.plan.step import SHARE, Compiled, compile_step
-from trillion_moe.run_config import RunConfigError, load_run_config
+from trillion_moe.run_config import load_run_config
+from trillion_moe.stamp import check_output, write_report
+
+FORMAT, KEY = 1, "trillion_moe plan"
+COMPILERS = {Gpu: "jax-cuda13-plugin", Tpu: "libtpu"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 if the step does not fit."""
-    if args.json and (args.json.exists() or not args.json.absolute().parent.is_dir()):
-        raise RunConfigError(f"--json {args.json}: legal is a new file in a folder that is there")
+    if args.json:
+        check_output(args.json, KEY)
     config, mesh = load_run_config(args.config, args.set), machine(args.mesh)
+    compiler = COMPILERS[type(compiled_for(mesh))]
     began = time.perf_counter()
     compiled = compile_step(config, mesh)
     seconds = time.perf_counter() - began
     facts = mesh.facts
     assert facts is not None  # what is compiled for is known
     plan: dict[str, Any] = {
+        KEY: FORMAT,
         "config": args.config,
         "set": args.set,
         "mesh": mesh.name,
@@ -44,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
         "fits": compiled.peak_bytes <= SHARE * facts.hbm_bytes,
         "compiled": dataclasses.asdict(compiled),
         "seconds": round(seconds, 1),
-        "versions": {name: version(name) for name in ("trillion-moe", "jax", "jaxlib")},
+        "versions": {name: version(name) for name in ("trillion-moe", "jax", "jaxlib", compiler)},
     }
     print(_said(plan, compiled))
     if args.json:
-        write_text(args.json, json.dumps(plan, indent=1) + "\n")
+        write_report(args.json, plan)
         print(args.json, file=sys.stderr)
     return 0 if plan["fits"] else 1
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,10 +19,9 @@ from trillion_moe.model import least_tokens
 from trillion_moe.ops import IMPLEMENTATIONS, using
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.plan.collectives import Collective, collectives
-from trillion_moe.programs import checked, rows_of_a_pass
+from trillion_moe.programs import checked, gradients, rows_of_a_pass, update
 from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, place, shardings
-from trillion_moe.steps import grad_step, update_step
 from trillion_moe.transforms import partition
 
 SHARE = 0.9  # of a device's memory that a step may take: the rest is the runtime's
@@ -33,8 +31,13 @@ STEPS = 1000  # of the schedule; no size depends on it
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Bytes of one device, as XLA's memory analysis gives them: of what a run holds (weights, the optimizer's state, a
-    batch), of what comes to that at the peak, of both, and in the memory of its host. collectives: of one step."""
+    """Bytes of one device at the greater peak of a step's two programs, by XLA's memory analysis.
+
+    rows, tokens: of one pass. pipeline: its stages, if any. peak_bytes: arguments, results that share no memory with
+    them, temporaries and code, and what the program is not given but a run still holds (the optimizer's state while
+    gradients are made; frozen weights and the batch while weights are updated). argument_bytes: of the peak, arguments
+    and what is held; temp_bytes: the rest of it. host_bytes: in the memory of the host. collectives: of both programs.
+    """
 
     rows: int
     tokens: int
@@ -60,6 +63,7 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
             f"train.accumulate = {t.accumulate}, train.dropout = {t.dropout}: legal are 1 and 0, what is compiled is "
             "one pass and its update"
         )
+    checked(cfg, config, _platform(chip), None)  # what no compiler is needed for
     layout = mesh.layout(aot.devices(chip, mesh.topology))
     tokens = config.examples.max_length
     if tokens is None:
@@ -70,20 +74,21 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     optimizer = make_optimizer(config.optimizer, STEPS)
     state, batch = _state(optimizer, trained, layout), _batch(layout, rows, tokens)
     held = _bytes((trained, frozen, state, batch))
-    passed = jax.jit(partial(grad_step, remat=t.remat, balance=t.balance))
-    one = _compiled(mesh, layout, passed, (trained, frozen, batch), held)
+    static: dict[str, Any] = {"remat": t.remat, "dropout": 0.0, "balance": t.balance}
+    one = _compiled(mesh, layout, gradients, held, trained, frozen, batch, jax.random.key(0), **static)
     _, sums = one.lowered.out_info
-    given = trained, state, trained, _replicated(sums, layout)  # gradients lie as what is trained
-    two = _compiled(mesh, layout, jax.jit(partial(update_step, optimizer), donate_argnums=(0, 1)), given, held)
-    peak = max(_peak(one) + _bytes(state), _peak(two) + _bytes((frozen, batch)))  # what waits is held, too
+    # Gradients lie as what is trained.
+    two = _compiled(mesh, layout, update, held, optimizer, trained, state, trained, _replicated(sums, layout))
     memories = [program.compiled.memory_analysis() for program in (one, two)]
+    waiting = _bytes(state), _bytes((frozen, batch))
+    peak, arguments = max((_peak(m) + w, m.argument_size_in_bytes + w) for m, w in zip(memories, waiting, strict=True))
     return Compiled(
         rows,
         tokens,
         stages_of(trained.plan, layout, rows),
         peak,
-        held,
-        peak - held,
+        arguments,
+        peak - arguments,
         max(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes for memory in memories),
         collectives([program.compiled.as_text() or "" for program in (one, two)], layout.mesh),
     )
@@ -115,19 +120,20 @@ def _replicated(shapes: Any, layout: Layout) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.sharding()), shapes)
 
 
-def _compiled(mesh: Machine, layout: Layout, program: Any, arguments: Any, held: int) -> aot.Program:
+def _compiled(mesh: Machine, layout: Layout, program: Any, held: int, *args: Any, **static: Any) -> aot.Program:
     chip = compiled_for(mesh)
     with using(dict.fromkeys(IMPLEMENTATIONS, _platform(chip))):  # a platform chooses its own only where it is there
         try:
-            return aot.compile_over(chip, layout.mesh, program, *arguments, options=_options(chip, held) or None)
+            options = _options(chip, held) or None
+            return aot.compile_over(chip, layout.mesh, program, *args, options=options, static=static)
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what does not fit
             raise aot.AotError(f"the compiler of {mesh.name} refuses this step: {str(error)[:500]}") from error
 
 
-def _peak(program: aot.Program) -> int:
-    memory = program.compiled.memory_analysis()
+def _peak(memory: Any) -> int:
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+    code = memory.generated_code_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes + code
 
 
 def _bytes(tree: Any) -> int:

@@ -19,13 +19,13 @@ from trillion_moe.hlo import KINDS
 from trillion_moe.layers.moe import EXCHANGE
 
 _CONTAINERS = ("while", "call", "conditional")
-_WRAPPED = re.compile(rf"({'|'.join(sorted(KINDS, key=len, reverse=True))})")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _MODULE = re.compile(r"^HloModule ([\w.-]+)")
 _CPU, _DEVICE = "/host:CPU", re.compile(r"^/device:(?:GPU|TPU):(\d+)")
 _LINES = ("XLA Ops", "Async XLA Ops")  # of a TPU, whose events are instructions and say no more
 
 Span = tuple[float, float]
+Named = Mapping[str, hlo.Instruction]
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,28 @@ def instructions(texts: Iterable[str]) -> dict[str, dict[str, Instruction]]:
     for text in texts:
         module = _MODULE.match(text)
         assert module is not None, text[:100]
-        found[module[1]] = {one.name: _instruction(one.opcode, one.line) for one in hlo.instructions(text.splitlines())}
+        lines = hlo.computations(text)
+        named = {one.name: one for name in lines for one in hlo.instructions(lines[name])}
+        found[module[1]] = {name: _instruction(one, named, lines) for name, one in named.items()}
     return found
 
 
-def _instruction(opcode: str, line: str) -> Instruction:
-    said = _OP_NAME.search(line)
-    bare = opcode.removesuffix("-start").removesuffix("-done")
-    if bare == "async":  # names what it wraps
-        inner = _WRAPPED.search(line.split(" = ")[0] + line.partition("calls=")[2])
-        bare = inner[1] if inner else bare
-    kind = bare if bare in KINDS else None if opcode in _CONTAINERS else ""
+def _instruction(
+    one: hlo.Instruction, named: Mapping[str, hlo.Instruction], lines: dict[str, list[str]]
+) -> Instruction:
+    said = _OP_NAME.search(one.line)
+    bare = [opcode.removesuffix("-start").removesuffix("-done") for opcode in _opcodes(one, named, lines)]
+    kind = next((opcode for opcode in bare if opcode in KINDS), None if one.opcode in _CONTAINERS else "")
     return Instruction(kind, bool(kind) and said is not None and EXCHANGE in said[1])
+
+
+def _opcodes(one: hlo.Instruction, named: Named, lines: dict[str, list[str]]) -> list[str]:
+    """Its own, or if it runs apart those of the computation that it begins, or that the one it names began."""
+    if not one.opcode.startswith("async-"):
+        return [one.opcode]
+    if called := hlo.callees(one.line, lines):
+        return [inner.opcode for name in called for inner in hlo.instructions(lines[name])]
+    return [opcode for name in one.operands[:1] if name in named for opcode in _opcodes(named[name], named, lines)]
 
 
 def shares(data: Any, programs: Mapping[str, Mapping[str, Instruction]]) -> Shares | None:

@@ -197,7 +197,7 @@ class Trainer:
             given = on_devices(batch, self.layout)
             sums.append(self._run(_evaluation, self.trainable, self.frozen, given, shaped=given))
             passes.append((_lines(batch), sums[-1][0]))
-        total, tokens, correct, dropped = (float(sum(x)) for x in zip(*sums, strict=True))
+        total, tokens, correct, dropped = (sum(map(float, x)) for x in zip(*sums, strict=True))
         loss = total / tokens
         if not np.isfinite(loss):
             raise NotFiniteError(
