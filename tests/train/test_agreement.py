@@ -114,6 +114,18 @@ def test_a_save_is_seen_by_all_before_it_is_read_back(tmp_path, monkeypatch) -> 
         checkpoints.save(tmp_path, ARRAYS, STATE | {"step": 8}, keep=1, best=None)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_output_that_one_does_not_see(tmp_path, monkeypatch, index: int) -> None:
+    """Found before a run begins; the mark by which it is found does not stay."""
+    monkeypatch.setattr(shared_disk, "SEEN", 0.0)
+    with Pair(index, sight=index == 1) as processes, pytest.raises(CheckpointError) as raised:
+        command._check_shared(tmp_path, processes)
+    assert raised.value.findings == ("process 1 (host b) does not see what process 0 writes here: share a disk",)
+    assert not list(tmp_path.iterdir())
+    with Pair(0) as processes:
+        command._check_shared(tmp_path, processes)
+
+
 def test_folders_are_opened_before_a_file_counts_as_absent(tmp_path, monkeypatch) -> None:
     """As NFS needs it, which answers by what it knew of a folder until that is opened."""
     file, opened, really = tmp_path / "folder" / "file", [], os.open
