@@ -15,7 +15,8 @@ STEP = {
 @pytest.fixture
 def environ(monkeypatch):
     """Sets variables of the process itself, which is where JAX looks for a cluster's; none of a cluster's are left."""
-    for name in (*OURS, *SLURM, "JOB_COMPLETION_INDEX", "JAX_LOCAL_DEVICE_IDS", "KUBERNETES_SERVICE_HOST"):
+    jax = "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_ADDRESS"
+    for name in (*OURS, *SLURM, "JOB_COMPLETION_INDEX", *jax, "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     return lambda given: [monkeypatch.setenv(name, value) for name, value in given.items()]
 
@@ -59,6 +60,37 @@ def test_what_slurm_lacks(environ, name: str) -> None:
     environ({key: value for key, value in STEP.items() if key != name})
     with pytest.raises(ProcessesError, match=rf"^{name} missing: start it with srun, .*found .*SLURM_PROCID=17"):
         find({})
+
+
+def test_an_address_alone(environ) -> None:
+    """JAX's own variable says that there are others, not how many: a process that went on would be alone by mistake."""
+    environ({"JAX_COORDINATOR_ADDRESS": "node0:4000"})
+    with pytest.raises(ProcessesError) as error:
+        find({})
+    assert str(error.value) == (
+        "TRILLION_MOE_PROCESSES (or --processes) and TRILLION_MOE_PROCESS (or --process) missing: legal are all three "
+        "of TRILLION_MOE_COORDINATOR = HOST:PORT of process 0, TRILLION_MOE_PROCESSES = how many there are, 1 = this "
+        "one alone, TRILLION_MOE_PROCESS = which this is, from 0; found JAX_COORDINATOR_ADDRESS=node0:4000"
+    )
+    assert find({"processes": "1"}) == Place()
+    environ(STEP)
+    assert find({}) == Place(17, 32, "node0:4000", (1,))
+    environ({"JAX_COORDINATOR_ADDRESS": "", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"})
+    assert find({}) == Place()
+
+
+def test_a_cluster_that_says_only_how_many(environ, monkeypatch) -> None:
+    from jax._src.clusters import ClusterEnv
+
+    detected = "auto_detect_unset_distributed_params"
+    environ({})
+    monkeypatch.setattr(ClusterEnv, detected, lambda *_: (None, 4, None, None))
+    with pytest.raises(
+        ProcessesError, match=r"COORDINATOR .* and TRILLION_MOE_PROCESS .* missing.* found processes=4$"
+    ):
+        find({})
+    monkeypatch.setattr(ClusterEnv, detected, lambda *_: (None, 1, None, None))
+    assert find({}) == Place()
 
 
 @pytest.mark.parametrize("name", ["COORDINATOR", "PROCESSES", "PROCESS"])

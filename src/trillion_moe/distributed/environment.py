@@ -4,7 +4,8 @@
     --processes    TRILLION_MOE_PROCESSES     how many there are; 1 = alone, whatever else is set
     --process      TRILLION_MOE_PROCESS       which one this is, from 0; else JOB_COMPLETION_INDEX (Kubernetes)
 
-Without any of them JAX is asked, which knows SLURM, TPU pods, Open MPI and, with the package `kubernetes`, Jobs.
+Without any of them JAX is asked, which knows SLURM, TPU pods, Open MPI and, with the package `kubernetes`, Jobs. It
+also reads JAX_COORDINATOR_ADDRESS, which says nothing of how many there are: with that alone no run begins.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PREFIX, INDEXED_JOB = "TRILLION_MOE_", "JOB_COMPLETION_INDEX"
+PREFIX, INDEXED_JOB, ADDRESS = "TRILLION_MOE_", "JOB_COMPLETION_INDEX", "JAX_COORDINATOR_ADDRESS"
 NAMES = ("coordinator", "processes", "process")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 DETECTION_SECONDS = 300  # for the name of process 0 to be known
@@ -82,13 +83,25 @@ def _detected(environ: Mapping[str, str]) -> Place:
         warnings.filterwarnings("ignore", "\nKubernetes environment", UserWarning)  # a pod that is no Job of processes
         try:
             address, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
-                environ.get("JAX_COORDINATOR_ADDRESS"), None, None, _devices(environ), None, DETECTION_SECONDS
+                environ.get(ADDRESS) or None, None, None, _devices(environ), None, DETECTION_SECONDS
             )
         except Exception as error:  # whatever a cluster's own service raises
             raise ProcessesError(f"{error}; give --coordinator, --processes and --process, or --processes 1") from error
-    if address is None or count is None or index is None or count == 1:
+    if count == 1 or (address is None and count is None and index is None):
         return Place()
+    if address is None or count is None or index is None:
+        names = ADDRESS if environ.get(ADDRESS) else "coordinator", "processes", "process"
+        raise ProcessesError(_partly(dict(zip(names, (address, count, index), strict=True))))
     return Place(index, count, address, None if devices is None else tuple(devices))
+
+
+def _partly(known: Mapping[str, str | int | None]) -> str:
+    """What to say of a job of which JAX knows a part: each process, taken as alone, would write the same output."""
+    missing = " and ".join(f"{variable(name)} (or --{name})" for name, value in known.items() if value is None)
+    legal = "HOST:PORT of process 0", "how many there are, 1 = this one alone", "which this is, from 0"
+    all_ = ", ".join(f"{variable(name)} = {what}" for name, what in zip(NAMES, legal, strict=True))
+    found = {name: str(value) for name, value in known.items() if value is not None}
+    return f"{missing} missing: legal are all three of {all_}; found {_listed(found)}"
 
 
 def _devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:

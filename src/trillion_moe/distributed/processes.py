@@ -47,12 +47,12 @@ class Processes:
     def same(self, what: str, values: Mapping[str, Any]) -> None:
         """Raises ProcessesError, in all of them, naming those of these values by name that differ among them."""
         found = self.gather(what, dict(values))
-        first, *others = sorted(found)
         wrong = [
-            f"{name} is {found[i].get(name)!r} in process {i} (host {self.hosts[i]}), {value!r} in process 0"
-            for i in others
-            for name, value in found[first].items()
-            if found[i].get(name) != value
+            f"{name} is {_shown(found[i], name)} in process {i} (host {self.hosts[i]}), {_shown(found[0], name)} in "
+            "process 0"
+            for i in sorted(found)
+            for name in {**found[0], **found[i]}
+            if _shown(found[i], name) != _shown(found[0], name)
         ]
         if wrong:
             raise ProcessesError(f"the {what} of all processes must be the same: {'; '.join(wrong)}")
@@ -84,6 +84,10 @@ class Processes:
         said = text if known else "".join(traceback.format_exception(error)).rstrip()
         leave_at_once(f"process {self.index}: {said}", INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
         raise AssertionError
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "not there"
 
 
 _current = Processes()

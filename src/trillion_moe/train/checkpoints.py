@@ -19,6 +19,7 @@ import jax
 from trillion_moe.blueprint import Segment
 from trillion_moe.checkpoint.atomic import new_folder, write_text
 from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.checkpoint.shared_disk import check_seen
 from trillion_moe.distributed import current, whole
 
 FOLDER, ARRAYS, STATE = "checkpoints", "arrays", "state.json"
@@ -53,6 +54,7 @@ def save(output: Path, arrays: Any, state: Mapping[str, Any], *, keep: int, best
             checkpointer.save((temporary / ARRAYS).absolute(), by_path)
         write_text(temporary / STATE, json.dumps(state, indent=1) + "\n")
     saved = Saved(folder, state)
+    check_seen(folder / STATE)  # who does not see it would leave the others waiting inside of Orbax
     restore(saved, arrays)
     processes.wait("checkpoint read back")
     for old in found(output)[:-keep] if processes.first else ():
@@ -70,6 +72,23 @@ def found(output: Path) -> list[Saved]:
     """
     folders = sorted((output / FOLDER).glob("[0-9]*")) if (output / FOLDER).is_dir() else []
     return [Saved(folder, _state(folder)) for folder in folders if (folder / STATE).is_file()]
+
+
+def agreed(output: Path, step: int | None = None) -> Saved | None:
+    """The checkpoint of an update, or else the latest, as process 0 finds it; None where it finds none. All processes
+    of a run call this and are given the same: another's own list of the folder may be an older one.
+
+    Raises CheckpointError, in all of them, naming those that do not see it.
+    """
+    processes = current()
+    there = [saved for saved in found(output) if step in (None, saved.step)] if processes.first else []
+    what = "latest checkpoint" if step is None else f"checkpoint of update {step}"
+    name = processes.gather(what, there[-1].folder.name if there else None)[0]
+    if name is None:
+        return None
+    folder = output / FOLDER / name
+    check_seen(folder / STATE)
+    return Saved(folder, _state(folder))
 
 
 def restore(saved: Saved, like: Any) -> Any:

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import jax
 from trillion_moe.checkpoint import export_adapter, files_beside
 from trillion_moe.checkpoint import save as save_folder
 from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.checkpoint.shared_disk import blind
 from trillion_moe.config import ModelConfig
 from trillion_moe.data.build import build_examples
 from trillion_moe.data.examples import Examples
@@ -29,13 +29,12 @@ from trillion_moe.programs import checked, rows_of_a_pass
 from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
 from trillion_moe.sharding import Layout, LayoutError
 from trillion_moe.train.report import picture
-from trillion_moe.train.trainer import Trainer, check_rows, comparable, count_updates
+from trillion_moe.train.trainer import Trainer, check_rows, count_updates, flat
 from trillion_moe.transforms import add_lora, count_by_group, partition
 from trillion_moe.transforms.targets import places
 
 SHOWN = 2  # examples that a dry run prints
 ADAPTER, MODEL = "adapter", "model"
-SEEN = 10  # seconds that a shared disk may take to show one host what another has written
 SIGNALLED = 128  # and the signal's number: what a shell reports of a program that it has ended
 
 
@@ -61,9 +60,10 @@ def configuration(args: argparse.Namespace) -> RunConfig:
 
 def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     """-> 0; 143 or 130 after SIGTERM or SIGINT, with a checkpoint to go on from. load: `api.load`. Of several processes
-    (`distributed.current`) all call this; the first one writes what is no array, and prints."""
+    (`distributed.current`) all call this with one configuration, every field of it, paths as each host spells them too;
+    the first one writes what is no array, and prints."""
     config, processes = configuration(args), current()
-    processes.same("configuration", comparable(config) | {"output": config.output, "mesh": config.mesh})
+    processes.same("configuration", flat(config) | {"--dry-run": args.dry_run})
     output = Path(config.output)
     done = output / (MODEL if config.lora is None else ADAPTER)
     if done.exists():
@@ -123,15 +123,11 @@ def _check_shared(output: Path, processes: Processes) -> None:
     mark = output / f".seen-{processes.gather('mark of the output', os.getpid())[0]}"
     if processes.first:
         mark.touch()
-    processes.wait("output")
-    until = time.monotonic() + SEEN
-    while not (seen := mark.exists()) and time.monotonic() < until:
-        time.sleep(0.1)
-    found = processes.gather("sight of the output", seen)
+    who = blind(mark)
     if processes.first:
         mark.unlink()
-    if blind := [f"process {i} (host {processes.hosts[i]})" for i in sorted(found) if i]:
-        raise CheckpointError(output, [f"{who} does not see what process 0 writes here: share a disk" for who in blind])
+    if who:
+        raise CheckpointError(output, [f"{one} does not see what process 0 writes here: share a disk" for one in who])
 
 
 def _check_writable(output: Path) -> None:

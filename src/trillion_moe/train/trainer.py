@@ -224,10 +224,10 @@ class Trainer:
     def _best(self) -> Result:
         if self.best_step is None or self.best_step == self.step:
             return Result(combine(self.trainable, self.frozen), self.step)
-        saved = {saved.step: saved for saved in checkpoints.found(self.output)}
-        if self.best_step not in saved:
+        saved = checkpoints.agreed(self.output, self.best_step)
+        if saved is None:
             raise CheckpointError(self.output, [f"the checkpoint of update {self.best_step}, the best one, is gone"])
-        trainable, _, *biases = _restored(saved[self.best_step], self._arrays())
+        trainable, _, *biases = _restored(saved, self._arrays())
         return Result(combine(trainable, self._with(biases)), self.best_step)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -255,10 +255,9 @@ class Trainer:
         return combine(biases[0], partition(self.frozen, trainable=is_bias)[1]) if biases else self.frozen
 
     def _resume(self) -> None:
-        saved = checkpoints.found(self.output)
-        if not saved:
+        latest, ours = checkpoints.agreed(self.output), comparable(self.config)
+        if latest is None:
             return
-        latest, ours = saved[-1], comparable(self.config)
         if different := sorted(
             k for k in {*ours, *latest.state["config"]} if ours.get(k) != latest.state["config"].get(k)
         ):
@@ -300,19 +299,25 @@ def _under(plan: Plan, tree: Any) -> Any:
 
 
 def comparable(config: RunConfig) -> dict[str, Any]:
-    """What must be the same for a run to go on, flat and as JSON gives it back: all but where it lies, how often it is
-    saved, and on how many devices it runs."""
-    flat: dict[str, Any] = {}
+    """What must be the same for a run to go on: all but where it lies, how often it is saved, and on how many devices
+    it runs."""
+    free = ("output", "mesh", "train.save_every", "train.keep")
+    return {name: value for name, value in flat(config).items() if name not in free and not name.startswith("mesh.")}
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Every field of a run by its dotted name, as JSON gives it back."""
+    found: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 walk(inner, f"{name}.{key}" if name else key)
-        elif name not in ("output", "mesh", "train.save_every", "train.keep") and not name.startswith("mesh."):
-            flat[name] = value
+        else:
+            found[name] = value
 
     walk(json.loads(json.dumps(dataclasses.asdict(config))), "")
-    return flat
+    return found
 
 
 def _lines(batch: Batch) -> list[int]:
