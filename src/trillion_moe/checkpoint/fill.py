@@ -125,7 +125,7 @@ class Fill:
                 for rows, some in windows.items():
                     targets = [(w.bank[e - w.start], w.columns) for w in some if w.start <= e < w.stop]
                     if targets:
-                        self._tensor(targets, rows, slot, place, e, scales and scales[i])
+                        self._tensor(targets, rows, slot, place, e, None if scales is None else scales[i])
         return assemble(shape, dtype, where, parts)
 
     def _tensor(
