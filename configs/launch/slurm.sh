@@ -5,6 +5,7 @@
 #     sbatch --nodes 2 configs/launch/slurm.sh --config kimi_k3_lora --set mesh=h200x16 --model K3 --data rows.jsonl \
 #         --output /shared/run
 #
+# Each process reads of the model what its GPU has, so eight on a node need no more of the host than one would.
 # A run that is preempted or loses a node ends on all nodes and goes on from its last checkpoint when it is requeued.
 #SBATCH --job-name=trillion-moe
 #SBATCH --nodes=2

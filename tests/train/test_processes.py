@@ -5,6 +5,7 @@ Programs are compiled once for all runs here: the folder of the compiler's cache
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -271,10 +272,15 @@ SAVE = """
 import sys
 import jax
 import trillion_moe as tm
+from trillion_moe.checkpoint.safetensors_io import Reader
 from trillion_moe.distributed import join
+
+starts, into = [], Reader.into
+Reader.into = lambda self, file, start, out: starts.append(start) or into(self, file, start, out)
 
 with join():
     model = tm.load(sys.argv[1], mesh={"ep": 2})
+    print("read from", *starts, flush=True)
     assert not model.segments[0][0].ffn.experts.down.is_fully_addressable
     tm.save(sys.argv[2] + "/hf", model)
     tm.save(sys.argv[2] + "/orbax", model, format="orbax")
@@ -284,11 +290,25 @@ with join():
 """
 
 
+def starting(folder: Path) -> dict[int, str]:
+    """The tensors of a file by their first byte in it."""
+    data = (folder / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    table = json.loads(data[8:begin])
+    return {begin + table[name]["data_offsets"][0]: name for name in table if name != "__metadata__"}
+
+
 @pytest.mark.slow
 def test_saved_by_two_processes(job, folder, tmp_path) -> None:
-    """Both formats, of arrays that no process has whole: what was loaded, bit for bit."""
+    """Both formats, of arrays that no process has whole: what was loaded, bit for bit. Each reads its own experts."""
     run = job([[sys.executable, "-c", SAVE, str(folder), str(tmp_path)]] * 2, 1)
     assert run.codes() == [0, 0], run.said(0)
+    for i in (0, 1):
+        (line,) = re.findall("^read from (.*)$", run.said(i), re.MULTILINE)
+        found = [name for name in map(starting(folder).get, map(int, line.split())) if name is not None]
+        experts = [int(match[1]) for name in found if (match := re.search(r"experts\.(\d+)\.", name))]
+        assert sorted(experts) == sorted([*range(4 * i, 4 * i + 4)] * 3)
+        assert "model.embed_tokens.weight" in "".join(found)
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     model, again = arrays(tm.load(folder)), arrays(tm.load(tmp_path / "orbax"))
     for name, array in model.items():

@@ -10,7 +10,8 @@ import numpy as np
 from trillion_moe.checkpoint.audit import Located, locate
 from trillion_moe.checkpoint.content import read
 from trillion_moe.checkpoint.errors import CheckpointError
-from trillion_moe.checkpoint.load import decode, read_config
+from trillion_moe.checkpoint.fill import decode
+from trillion_moe.checkpoint.load import read_config
 from trillion_moe.checkpoint.names import Slot, slots
 from trillion_moe.checkpoint.safetensors_io import Reader
 from trillion_moe.checkpoint.shards import find_shards

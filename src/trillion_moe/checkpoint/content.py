@@ -1,9 +1,10 @@
 """What headers cannot tell: padding that is not zero, scales that were never written, experts off by a factor.
 
-A_log and the scales are read before anything is put on a device (scales are 1/17 of a packed model's bytes).
+A_log and the scales are read before anything is put on a device (scales are 1/17 of a packed model's bytes), by each
+process those of the experts that it has.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -21,8 +22,14 @@ def read(reader: Reader, slot: Slot, place: np.ndarray, expert: int) -> np.ndarr
     return reader.read(int(at["file"]), int(at["start"]), slot.shape, NAMES[at["dtype"]])
 
 
-def content_findings(located: Located) -> Iterator[str]:
-    """Findings about A_log and about MXFP4 pairs, of tensors that are sound otherwise."""
+Here = Callable[[Slot], np.ndarray]
+
+
+def content_findings(located: Located, here: Here) -> Iterator[str]:
+    """Findings about A_log and about MXFP4 pairs, of tensors that are sound otherwise.
+
+    here: bool [slot.count], which pairs to look at.
+    """
     with Reader(located.shards.files) as reader:
         for pairs in located.by_leaf().values():
             for slot, place in pairs:
@@ -31,7 +38,7 @@ def content_findings(located: Located) -> Iterator[str]:
             parts = {(slot.repeat, slot.part): (slot, place) for slot, place in pairs}
             for (repeat, part), scales in parts.items():
                 if part == "scale":
-                    yield from _scale_findings(located, reader, parts[repeat, "packed"], scales)
+                    yield from _scale_findings(located, reader, parts[repeat, "packed"], scales, here)
 
 
 def _a_log_findings(stored: np.ndarray, slot: Slot, label: str) -> Iterator[str]:
@@ -44,9 +51,9 @@ def _a_log_findings(stored: np.ndarray, slot: Slot, label: str) -> Iterator[str]
         yield f"{label}: entry {i} is {flat[i]}"
 
 
-def _scale_findings(located: Located, reader: Reader, packed, scales) -> Iterator[str]:
+def _scale_findings(located: Located, reader: Reader, packed, scales, here: Here) -> Iterator[str]:
     (slot, place), (packed_slot, packed_place) = scales, packed
-    for e in map(int, np.flatnonzero(place["sound"] & packed_place["sound"])):
+    for e in map(int, np.flatnonzero(place["sound"] & packed_place["sound"] & here(slot))):
         scale = read(reader, slot, place, e)
         if scale.size and not ORDINARY[0] <= scale.min() <= scale.max() <= ORDINARY[1]:
             label = located.label(slot, place, e)

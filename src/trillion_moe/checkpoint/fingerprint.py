@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from trillion_moe.blueprint import layer_numbers
-from trillion_moe.checkpoint.load import decode
+from trillion_moe.checkpoint.fill import decode
 from trillion_moe.checkpoint.names import tree_leaves
 from trillion_moe.config import ModelConfig
 from trillion_moe.distributed import whole

@@ -2,27 +2,24 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from trillion_moe.blueprint import Spec
 from trillion_moe.checkpoint.audit import Located, dtype_findings, legal_a_log, locate
-from trillion_moe.checkpoint.content import content_findings, read
+from trillion_moe.checkpoint.content import content_findings
 from trillion_moe.checkpoint.errors import CheckpointError
-from trillion_moe.checkpoint.names import NARROWABLE, PREFIXES, Slot, slots, to_held, tree_leaves
-from trillion_moe.checkpoint.safetensors_io import NAMES, NUMPY, Entry, Reader, read_header
+from trillion_moe.checkpoint.fill import Fill, boxes, held
+from trillion_moe.checkpoint.names import NARROWABLE, PREFIXES, Slot, slots, tree_leaves
+from trillion_moe.checkpoint.safetensors_io import Entry, Reader, read_header
 from trillion_moe.checkpoint.shards import Shards, find_shards
 from trillion_moe.config import ModelConfig
-from trillion_moe.kernels import mxfp4
-from trillion_moe.sharding import put, shardings
+from trillion_moe.sharding import shardings
 from trillion_moe.weights import MXFP4, LoRA
 
-decode = jax.jit(mxfp4.decode, static_argnames=("dtype",))
 Tree = TypeVar("Tree")
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -93,25 +90,36 @@ def load_into(blueprint: Tree, folder: str | Path, stored: ModelConfig, *, keep_
     (A_log, dt_bias, convolutions, o_norm, router bias) must be stored so and stays so. A blueprint that has a layout is
     filled over its mesh.
 
-    Every tensor of every file is consumed exactly once. Raises CheckpointError with all findings, before any array is
-    put on a device; later only for a value that a cast would turn into infinity.
+    Every tensor of every file has its place. Of several processes each reads what its own devices have, of a tensor
+    whole rows, and looks into no more. Raises CheckpointError with all findings, before any array is put on a device;
+    later only for a value that a cast would turn into infinity.
     """
     leaves, treedef = tree_leaves(blueprint)
     if adapted := [path for path, leaf in leaves if isinstance(leaf, LoRA)]:
         raise ValueError(f"the blueprint has adapters ({adapted[0]}): load the model first, then add_lora")
     located = locate(list(slots(blueprint, stored)), find_shards(folder), stored)
-    findings = [*located.findings, *(dtype_findings(located) if keep_dtypes else ()), *content_findings(located)]
+    layout = getattr(blueprint, "layout", None)
+    where = [None] * len(leaves) if layout is None else treedef.flatten_up_to(shardings(blueprint, layout))
+    findings = [*located.findings, *(dtype_findings(located) if keep_dtypes else ())]
+    findings += content_findings(located, _here(leaves, where))
     findings += _unpackable(leaves, located) if not findings else ()
     if findings:
         raise CheckpointError(folder, findings)
     homes = located.by_leaf()
     with Reader(located.shards.files) as reader:
-        fill = _Fill(located, reader, keep_dtypes)
-        layout = getattr(blueprint, "layout", None)
-        where = [None] * len(leaves) if layout is None else treedef.flatten_up_to(shardings(blueprint, layout))
+        fill = Fill(located, reader, keep_dtypes)
         return treedef.unflatten(
-            [_to_devices(fill.leaf(leaf, homes[path]), at) for (path, leaf), at in zip(leaves, where, strict=True)]
+            [fill.leaf(leaf, homes[path], at) for (path, leaf), at in zip(leaves, where, strict=True)]
         )
+
+
+def _here(leaves: list[tuple[str, Any]], where: list[Any]) -> Callable[[Slot], np.ndarray]:
+    """Which tensors of a slot this process has some of."""
+    arrays = [
+        (path, jax.tree.leaves(leaf)[0], jax.tree.leaves(at)) for (path, leaf), at in zip(leaves, where, strict=True)
+    ]
+    parts = {path: boxes(array.shape, at[0] if at else None) for path, array, at in arrays}
+    return lambda slot: held(slot, parts[slot.leaf])
 
 
 def _unpackable(leaves: list[tuple[str, Any]], located: Located) -> Iterator[str]:
@@ -120,70 +128,3 @@ def _unpackable(leaves: list[tuple[str, Any]], located: Located) -> Iterator[str
         if isinstance(leaf, MXFP4) and homes[path][0][1][0]["file"] >= 0:
             label = located.label(*homes[path][0], 0)
             yield f"{label}: plain, but {path} of the blueprint is packed: load first, then quantize"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fill:
-    """Reads one leaf after the other, as arrays of the host: it holds no more than one."""
-
-    located: Located
-    reader: Reader
-    keep_dtypes: bool
-
-    def leaf(self, leaf: Spec | MXFP4, homes: list[tuple[Slot, np.ndarray]]) -> Any:
-        parts = {part: [(s, p) for s, p in homes if s.part == part] for part in ("weight", "packed", "scale")}
-        if isinstance(leaf, MXFP4):
-            packed, scale = (self._bytes(leaf, part, parts[part]) for part in ("packed", "scale"))
-            return dataclasses.replace(leaf, packed=packed, scale=scale)
-        if parts["packed"] and parts["packed"][0][1][0]["file"] >= 0:
-            return self._decoded(leaf, parts)
-        first = parts["weight"][0][0], parts["weight"][0][1][0]
-        keep = self.keep_dtypes or first[0].float32
-        stored = np.dtype(np.float32) if first[0].float32 else NUMPY[NAMES[first[1]["dtype"]]]
-        out = np.zeros(leaf.shape, stored if keep else jnp.dtype(leaf.dtype))  # a slot without a layer stays so
-        for slot, place in parts["weight"]:
-            for e in range(slot.count):
-                held = to_held(slot, read(self.reader, slot, place, e))
-                out[slot.index(e)] = self._cast(held, out.dtype, slot, place, e)
-        return out
-
-    def _bytes(self, leaf: MXFP4, part: str, homes: list[tuple[Slot, np.ndarray]]) -> np.ndarray:
-        out = np.zeros(getattr(leaf, part).shape, np.uint8)
-        for slot, place in homes:
-            for e in range(slot.count):
-                target = out[slot.index(e)]
-                if leaf.layout == "nk":
-                    self.reader.into(int(place[e]["file"]), int(place[e]["start"]), target)
-                else:
-                    target[...] = read(self.reader, slot, place, e).T
-        return out
-
-    def _decoded(self, leaf: Spec, parts: dict[str, list[tuple[Slot, np.ndarray]]]) -> np.ndarray:
-        dtype = jnp.dtype(leaf.dtype)
-        out = np.zeros(leaf.shape, dtype)
-        exact = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        for (slot, place), (scale_slot, scale_place) in zip(parts["packed"], parts["scale"], strict=True):
-            for e in range(slot.count):
-                pair = read(self.reader, slot, place, e), read(self.reader, scale_slot, scale_place, e)
-                w_NK = np.asarray(decode(*pair, dtype=exact))
-                out[slot.index(e)] = self._cast(w_NK.T, dtype, slot, place, e)
-        return out
-
-    def _cast(self, array: np.ndarray, dtype: np.dtype, slot: Slot, place: np.ndarray, e: int) -> np.ndarray:
-        if array.dtype == dtype:
-            return array
-        with np.errstate(over="ignore"):
-            cast = array.astype(dtype)
-        if np.any(np.isinf(cast) & np.isfinite(array)):
-            label = self.located.label(slot, place, e)
-            raise CheckpointError(self.located.shards.folder, [f"{label}: holds values too large for {dtype}"])
-        return cast
-
-
-def _to_devices(weight: Any, where: Any) -> Any:
-    """The arrays of a weight on the devices that its shardings name; without any, where JAX puts them."""
-    found = jax.tree.map(jnp.asarray, weight) if where is None else jax.tree.map(put, weight, where)
-    for array, device in zip(jax.tree.leaves(weight), jax.tree.leaves(found), strict=True):
-        if device.dtype != array.dtype:
-            raise ValueError(f"JAX holds {array.dtype} as {device.dtype}: set jax_enable_x64, or choose another dtype")
-    return found

@@ -224,18 +224,15 @@ def stored_shape(form: Form, held: tuple[int, ...], cfg: ModelConfig) -> tuple[i
             return held
 
 
-def to_held(slot: Slot, stored: np.ndarray) -> np.ndarray:
-    """A stored tensor as the model holds it; a view of it."""
-    if slot.form in (Form.MATRIX, Form.PATCHES):
-        return stored.reshape(slot.held[::-1]).T
-    if slot.form is Form.A_LOG:
-        return stored.reshape(-1)[: slot.held[0]]
-    return stored.reshape(slot.held)
+def flipped(slot: Slot) -> bool:
+    """Whether a tensor is stored as the transpose of what is held; otherwise its bytes are in the order of those held,
+    in front of what pads them."""
+    return slot.form in (Form.MATRIX, Form.PATCHES)
 
 
 def to_stored(slot: Slot, held: np.ndarray) -> np.ndarray:
-    """The inverse of `to_held`, padding written as zeros."""
-    if slot.form in (Form.MATRIX, Form.PATCHES):
+    """What is held as a stored tensor, padding written as zeros."""
+    if flipped(slot):
         held = held.T
     elif slot.form is Form.A_LOG:
         held = np.pad(held, (0, math.prod(slot.shape) - len(held)))
