@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from trillion_moe.checkpoint.atomic import write_text
 from trillion_moe.meshes.machine import machine
 from trillion_moe.plan.step import SHARE, Compiled, compile_step
@@ -30,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json and (args.json.exists() or not args.json.absolute().parent.is_dir()):
         raise RunConfigError(f"--json {args.json}: legal is a new file in a folder that is there")
     config, mesh = load_run_config(args.config, args.set), machine(args.mesh)
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is taken
     began = time.perf_counter()
     compiled = compile_step(config, mesh)
     seconds = time.perf_counter() - began
