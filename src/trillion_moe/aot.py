@@ -27,9 +27,11 @@ def devices(chip: Chip, topology: str | None = None) -> list[Any]:
     """
     from jax.experimental import topologies
 
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that only running needs
     try:
         if isinstance(chip, Tpu):
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing runs, so processes cannot disturb
+            _without_a_host()
             return topologies.get_topology_desc(topology or chip.topology, "tpu").devices
         _find_cuda()
         return topologies.get_topology_desc(
@@ -42,11 +44,19 @@ def devices(chip: Chip, topology: str | None = None) -> list[Any]:
         ) from error
 
 
+def _without_a_host() -> None:
+    """libtpu asks which TPUs its host has, and complains where nobody answers: it is told some, if there are none."""
+    from jax._src import hardware_utils
+
+    if not hardware_utils.num_available_tpu_chips_and_device_id()[0]:
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
 def _find_cuda() -> None:
     """Make the plugin known, and ptxas with it, which the CUDA compiler's wheel has."""
     from jax._src import xla_bridge
 
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that only running needs
     if str(cuda_tools()) not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] += f"{os.pathsep}{cuda_tools()}"
     jax.devices()  # JAX looks for plugins when it looks for devices

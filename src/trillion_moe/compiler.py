@@ -13,8 +13,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         # One at a time by default: a chunk that goes out, one that comes back and sizes would share one kernel's time.
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     },
+    "tpu": {
+        # Without, rows are asked for and awaited before the experts' kernels begin.
+        "xla_tpu_use_aggressive_scheduling": True,
+    },
 }
-"""By platform, as `jax.default_backend` names it. A TPU's compiler schedules so by itself."""
+"""By platform, as `jax.default_backend` names it."""
 
 
 class Jitted:

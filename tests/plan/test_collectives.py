@@ -97,9 +97,9 @@ HloModule planted
   %cpd = bf16[4,8] collective-permute-done(%cp)
 }}
 
-%inner (p: bf16[4,8]) -> bf16[4,4] {{
-  %p = bf16[4,8] parameter(0)
-  %q = bf16[8,4] transpose(%p), dimensions={{1,0}}
+%inner (p: bf16[4,2048]) -> bf16[4,4] {{
+  %p = bf16[4,2048] parameter(0)
+  %q = bf16[2048,4] transpose(%p), dimensions={{1,0}}
   ROOT %d = bf16[4,4] dot(%p, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}
 
@@ -116,9 +116,9 @@ ENTRY %main (p: bf16[4,8]) -> bf16[4,8] {{
 """
     layout = Layout.make({"ep": 4, "tp": 2})
     assert collectives([text], layout.mesh) == [
-        Collective("all-gather", "tp", 8, 7 * 128 + 8, 128, 7, 7, 7 * 128, 7 * 2 * 4 * 8 * 4),
+        Collective("all-gather", "tp", 8, 7 * 128 + 8, 128, 7, 7, 7 * 128, 7 * 2 * 4 * 2048 * 4),
         Collective("ragged-all-to-all", "ep", 1, 512, 512, 1, 0, 0, 0),  # nothing is done meanwhile
-        Collective("collective-permute", "tp", 7, 7 * 64, 64, 7, 7, 7 * 64, 7 * 2 * 4 * 8 * 4),
+        Collective("collective-permute", "tp", 7, 7 * 64, 64, 7, 7, 7 * 64, 7 * 2 * 4 * 2048 * 4),
         Collective("all-reduce", "ep", 1, 64, 64),  # two instructions, but the compiler says that it is waited for
         Collective("reduce-scatter", "ep", 1, 16, 16),
     ]
@@ -147,6 +147,28 @@ ENTRY %main (p: u16[8]) -> u16[8] {
     assert collectives([text], mesh) == [Collective("ragged-all-to-all", "part of ep", 6, 6 * 64, 64, 6, 0, 0, 0)]
     with pytest.raises(ValueError, match="nothing awaits %ra = "):
         collectives([text.replace("ragged-all-to-all-done(%ra)", "copy(%ra)")], mesh)
+
+
+def test_a_small_product_hides_nothing() -> None:
+    """2 b m k n = 16,384 FLOPs next to 128 bytes are enough, next to 256 they are not: two gathers of unlike size."""
+    text = """
+ENTRY %main (p: bf16[16,32]) -> bf16[16,16] {
+  %ag = (bf16[32], bf16[64]) all-gather-start(%x), replica_groups={{0,1}}
+  %d = bf16[16,16] dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %agd = bf16[64] all-gather-done(%ag)
+  %p = bf16[16,32] parameter(0)
+  %q = bf16[32,16] parameter(1)
+}
+"""
+    mesh = Layout.make({"ep": 2}).mesh
+    found = [
+        collectives([text.replace("bf16[32]", f"bf16[{n // 2}]").replace("bf16[64]", f"bf16[{n}]")], mesh)
+        for n in (64, 128)
+    ]
+    assert found == [
+        [Collective("all-gather", "ep", 1, 128, 128, 1, 1, 128, 16384)],
+        [Collective("all-gather", "ep", 1, 256, 256, 1, 0, 0, 16384)],
+    ]
 
 
 def test_branches_narrow_types_and_what_nobody_calls() -> None:

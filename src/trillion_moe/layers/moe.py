@@ -40,9 +40,41 @@ class Experts(nnx.Module):
         self.up = Spec((e, width, f), dtype, ("expert", "expert_embed", "expert_mlp"), std)
         self.down = Spec((e, f, width), dtype, ("expert", "expert_mlp", "expert_embed"), std)
 
-    def __call__(self, x_RL: jax.Array, group_sizes_E: jax.Array, cfg: ModelConfig) -> jax.Array:
+    def __call__(
+        self, x_RL: jax.Array, group_sizes_E: jax.Array, cfg: ModelConfig, turns: tuple = ()
+    ) -> tuple[jax.Array, tuple]:
+        """-> rows ``[R, L]``, and `turns`: none, or the two arrays of `_in_turn`."""
         hidden_RF = grouped_glu(x_RL, self.gate, self.up, group_sizes_E, activation_of(cfg))
-        return grouped_dot(hidden_RF, self.down, group_sizes_E)
+        if not turns:
+            return grouped_dot(hidden_RF, self.down, group_sizes_E), turns
+        return _in_turn(hidden_RF, self.down, group_sizes_E, turns)
+
+
+@jax.custom_vjp
+def _in_turn(hidden_RF: jax.Array, down: Any, group_sizes_E: jax.Array, turns: tuple) -> tuple[jax.Array, tuple]:
+    """The second product of experts, and two float arrays as they came: the product waits for the first of them, the
+    second waits for what the product takes. Backward, the first product's gradient waits for that of the second array.
+
+    So two exchanges, of which a TPU has one underway at a time, each get a product of their own; without, its compiler
+    lays all products over one of them. What is kept for the gradient is the product's alone.
+    """
+    hidden_RF, turns = lax.optimization_barrier((hidden_RF, turns))
+    return grouped_dot(hidden_RF, down, group_sizes_E), turns
+
+
+def _in_turn_back(kept: Any, g: Any):
+    hidden_RF, down, group_sizes_E = kept
+    g_RL, (g_came, g_goes) = g
+    _, pulled = jax.vjp(lambda hidden_RF, down: grouped_dot(hidden_RF, down, group_sizes_E), hidden_RF, down)
+    g_RF, g_down = pulled(g_RL)
+    g_RF, g_goes = lax.optimization_barrier((g_RF, g_goes))
+    return g_RF, g_down, None, (g_came, g_goes)
+
+
+_in_turn.defvjp(
+    lambda hidden_RF, down, sizes_E, turns: (_in_turn(hidden_RF, down, sizes_E, turns), (hidden_RF, down, sizes_E)),
+    _in_turn_back,
+)
 
 
 class MoE(nnx.Module):
@@ -136,7 +168,7 @@ def _routed(
     reports = answers(asked, router, logits_NE, real_N, cfg, layout)
     wanted_NK, cfg = in_bank(router, wanted_NK, cfg)
     if layout is None:
-        y_NL = apply_experts(experts, Rows(z_NL, wanted_NK, weights_NK), cfg.moe.num_experts, cfg)
+        y_NL, _ = apply_experts(experts, Rows(z_NL, wanted_NK, weights_NK), cfg.moe.num_experts, cfg)
         counts = {"dropped": jnp.zeros((), jnp.int32)}
     else:
         y_NL, counts = _over_devices(experts, z_NL, wanted_NK, weights_NK, cfg, layout)
@@ -179,12 +211,12 @@ def _in_chunks(experts: Experts, x: Rows, cfg: ModelConfig, layout: Layout) -> t
     """
     if layout.size("ep") == 1:
         e = cfg.moe.num_experts
-        through = jax.checkpoint(lambda x: apply_experts(experts, x, e, cfg))
+        through = jax.checkpoint(lambda x: apply_experts(experts, x, e, cfg)[0])
         return lax.map(through, x), {"dropped": jnp.zeros((), jnp.int32)}
     local = cfg.moe.num_experts // layout.size("ep")
 
-    def worked(arrived: Rows) -> jax.Array:
-        return apply_experts(experts, arrived, local, cfg)
+    def worked(arrived: Rows, turns: tuple = ()) -> tuple[jax.Array, tuple]:
+        return apply_experts(experts, arrived, local, cfg, turns)
 
     nothing = Rows(
         jnp.zeros_like(x.x[:1]), jnp.full_like(x.ids[:1], cfg.moe.num_experts), jnp.zeros_like(x.weights[:1])
@@ -199,15 +231,20 @@ def _in_chunks(experts: Experts, x: Rows, cfg: ModelConfig, layout: Layout) -> t
 
     here = _arrivals(of(0, made), of(0, x), local, layout)
     if alone:
-        return combine(of(0, made), jax.checkpoint(worked)(here), layout.wire)[None], counts
+        return combine(of(0, made), jax.checkpoint(worked)(here)[0], layout.wire)[None], counts
 
     @jax.checkpoint
     def step(carry: Any, after: tuple[Rows, Transport]):
         (arrived, now), (y_ML, before) = carry
         rows, soon = after
         coming = _arrivals(soon, rows, local, layout)
+        if layout.platform == "tpu":
+            z_ML, (come_ML, y_ML) = worked(arrived, (coming.x, y_ML))
+            coming = dataclasses.replace(coming, x=come_ML)
+        else:
+            z_ML, _ = worked(arrived)
         y_NL = combine(before, y_ML, layout.wire)
-        return ((coming, soon), (worked(arrived), now)), y_NL
+        return ((coming, soon), (z_ML, now)), y_NL
 
     start = (here, of(0, made)), (jnp.zeros_like(here.x), of(-1, made))
     (_, (y_ML, last)), y_CNL = lax.scan(step, start, jax.tree.map(lambda a: a[1:], (more, made)))
@@ -250,15 +287,17 @@ def _dropped(sent_NP: jax.Array, ids_NK: jax.Array, local: int) -> jax.Array:
     return jnp.sum(~jnp.take_along_axis(sent_or_none_NP, ids_NK // local, axis=1), dtype=jnp.int32)
 
 
-def apply_experts(experts: Experts, x: Rows, e: int, cfg: ModelConfig) -> jax.Array:
-    """``sum_k weights[n, k] * expert[ids[n, k]](x[n])`` -> ``[N, L]``; an id of e is no expert."""
+def apply_experts(experts: Experts, x: Rows, e: int, cfg: ModelConfig, turns: tuple = ()) -> tuple[jax.Array, tuple]:
+    """``sum_k weights[n, k] * expert[ids[n, k]](x[n])`` -> ``[N, L]``; an id of e is no expert. And `turns`, as of
+    `Experts`."""
     n, k = x.ids.shape
     order_R, place_R, counts_E = _by_expert(x.ids.reshape(-1), e)
-    y_RL = experts(_dispatch(x.x, order_R, place_R, k), counts_E, cfg)
+    y_RL, turns = experts(_dispatch(x.x, order_R, place_R, k), counts_E, cfg, turns)
     y_NKL = _permute(y_RL, place_R, order_R).reshape(n, k, -1)
     acc = accumulator(x.x.dtype)
     # Not a product of matrices: fused into one pass, rows are never widened in memory.
-    return jnp.sum(y_NKL.astype(acc) * x.weights[:, :, None].astype(acc), axis=1).astype(x.x.dtype)
+    y_NL = jnp.sum(y_NKL.astype(acc) * x.weights[:, :, None].astype(acc), axis=1)
+    return y_NL.astype(x.x.dtype), turns
 
 
 def _by_expert(ids_R: jax.Array, e: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -61,14 +61,15 @@ def collectives(texts: Sequence[str], mesh: Mesh) -> list[Collective]:
 def _added(row: Collective, one: Instruction, runs: int, hidden: Work | None) -> Collective:
     sizes = _result_bytes(one.shape, one.opcode)
     size = sum(sizes)
+    hides = hidden is not None and hidden.hides(size)
     return dataclasses.replace(
         row,
         count=row.count + runs,
         bytes=row.bytes + runs * size,
         largest=max(row.largest, *sizes),
         asynchronous=row.asynchronous + runs * (hidden is not None),
-        overlapped=row.overlapped + runs * bool(hidden),
-        hidden_bytes=row.hidden_bytes + runs * size * bool(hidden),
+        overlapped=row.overlapped + runs * hides,
+        hidden_bytes=row.hidden_bytes + runs * size * hides,
         hidden_flops=row.hidden_flops + runs * (hidden.flops if hidden else 0),
     )
 

@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from trillion_moe.meshes.chips import Gpu, Tpu
 from trillion_moe.meshes.machine import compiled_for, machine
 from trillion_moe.plan.step import SHARE, Compiled, compile_step
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.json, KEY)
     config, mesh = load_run_config(args.config, args.set), machine(args.mesh)
     compiler = COMPILERS[type(compiled_for(mesh))]
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is taken
     began = time.perf_counter()
     compiled = compile_step(config, mesh)
     seconds = time.perf_counter() - began

@@ -2,7 +2,8 @@
 
 A collective is asynchronous if it is begun in one place and awaited in another, and the compiler has not marked it as
 one that is waited for (a GPU's compiler marks what stands side by side). What is scheduled between the two is work that
-hides it. Work is products of matrices and kernels; passes over memory alone are not counted.
+hides it. Work is products of matrices and kernels; passes over memory alone are not counted, nor products that are too
+small to hide anything (a TPU's compiler makes products of cumulative sums).
 """
 
 import math
@@ -14,6 +15,9 @@ from trillion_moe.hlo import Instruction, arrays, callees, instructions
 
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|__cublas|__cudnn)')
 _BATCH = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")
+
+
+LEAST = 100  # FLOPs for each byte a collective gives. A v5p does 850 in the time that all its links take for a byte.
 
 
 class Work(NamedTuple):
@@ -28,8 +32,9 @@ class Work(NamedTuple):
     def times(self, count: int) -> "Work":
         return Work(self.flops * count, self.kernels * count)
 
-    def __bool__(self) -> bool:
-        return bool(self.flops or self.kernels)
+    def hides(self, size: int) -> bool:
+        """Whether it is something, next to a collective of so many bytes."""
+        return bool(self.kernels) or self.flops >= LEAST * max(size, 1)
 
 
 class Program:
