@@ -110,10 +110,10 @@ def features_of(sizes: Mapping[str, int]) -> tuple[str, ...]:
 def tried(sizes: Mapping[str, int], options: Mapping[str, Any], feature: str) -> dict[str, Any]:
     """What one combination came to: its differences, "refused" with the sentence, or "error"."""
     name, expected = f"{feature}, deep" if "pp" in sizes else feature, REFUSED.get((feature, label(sizes)))
-    one = mesh_tools.one_device(name)
+    one = mesh_tools.one_device(name, passes=2)
     try:
         layout = Layout.make(sizes, **options)
-        found = mesh_tools.differences(mesh_tools.gradients(name, layout), one, layout)
+        found = mesh_tools.differences(mesh_tools.gradients(name, layout, passes=2), one, layout)
     except LayoutError as error:
         meant = expected is not None and re.search(expected, str(error))
         return {"refused" if meant else "error": str(error)}

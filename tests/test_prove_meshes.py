@@ -22,7 +22,8 @@ def wrong(monkeypatch) -> dict[str, object]:
     refusals are made."""
     found: dict[str, object] = {}
 
-    def gradients(name, layout):
+    def gradients(name, layout, passes):
+        assert passes == 2
         sizes = {axis: size for axis, size in layout.mesh.shape.items() if size > 1}
         if (name, label(sizes)) in REFUSED:
             raise LayoutError(
@@ -41,7 +42,7 @@ def wrong(monkeypatch) -> dict[str, object]:
 
     monkeypatch.setattr(prove_meshes, "_forget", lambda: None)
     monkeypatch.setattr(mesh_tools, "gradients", gradients)
-    monkeypatch.setattr(mesh_tools, "one_device", lambda name: of(None))
+    monkeypatch.setattr(mesh_tools, "one_device", lambda name, passes: of(None))
     return found
 
 
@@ -98,7 +99,7 @@ def test_what_is_wrong_fails_and_the_others_are_tried(wrong, found, says: str, c
 def test_what_was_to_be_refused_and_is_not_fails(wrong, monkeypatch, capsys) -> None:
     monkeypatch.setitem(prove_meshes.REFUSED, ("adapters", "tp4"), "something else")
     assert main(["--mesh", "tp4", "--feature", "adapters"]) == 1  # refused in other words
-    monkeypatch.setattr(mesh_tools, "gradients", lambda name, layout: mesh_tools.one_device(name))
+    monkeypatch.setattr(mesh_tools, "gradients", lambda name, layout, passes: mesh_tools.one_device(name, passes))
     assert main(["--mesh", "tp4", "--feature", "adapters"]) == 1
     assert "FAILED: was to be refused: something else" in capsys.readouterr().out
 
