@@ -138,19 +138,19 @@ def test_bubble() -> None:
 # --- the same numbers ------------------------------------------------------------------------------------------------
 
 SLOW = [
-    ("eight layers", {"pp": 4}, {}),
-    ("eight layers", {"pp": 2, "dp": 2}, {"virtual": 2}),
-    ("five adapters", {"pp": 2, "ep": 2, "tp": 2}, {"transport": "all_to_all"} | WITHIN),
-    ("five pictures", {"pp": 2, "fsdp": 2}, {"schedule": "gpipe"}),
-    ("five balanced", {"pp": 2, "cp": 2}, {}),
-    ("five linear", {"pp": 2, "tp": 2}, {"microbatches": 4}),
+    ("all weights, eight", {"pp": 4}, {}),
+    ("all weights, eight", {"pp": 2, "dp": 2}, {"virtual": 2}),
+    ("adapters, five", {"pp": 2, "ep": 2, "tp": 2}, {"transport": "all_to_all"} | WITHIN),
+    ("pictures, five", {"pp": 2, "fsdp": 2}, {"schedule": "gpipe"}),
+    ("balanced, five", {"pp": 2, "cp": 2}, {}),
+    ("kimi linear, five", {"pp": 2, "tp": 2}, {"microbatches": 4}),
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "options"),
     [
-        ("five layers", {"pp": 2, "ep": 2}, {"transport": "ragged"}),
+        ("all weights, five", {"pp": 2, "ep": 2}, {"transport": "ragged"}),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
@@ -161,7 +161,7 @@ def test_over_stages_as_on_one_device(name: str, sizes: dict[str, int], options:
 @pytest.mark.slow
 def test_logits_and_evaluation_over_stages() -> None:
     """Rows of unequal lengths; one microbatch is of padding alone but for its first token."""
-    model, batch, _ = problem("five layers")
+    model, batch, _ = problem("all weights, five")
     over = tm.place(model, Layout.make({"pp": 2, "tp": 2}))
     tokens, lengths = batch["tokens"], np.array([32, 7, 1, 32, 20, 32, 31, 16])
     segments = (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)
