@@ -85,6 +85,13 @@ def _part_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
 
 
+def check_new(path: Path) -> None:
+    """OutputError, before minutes are spent, where the file is there or cannot be written."""
+    check_output(path, "")
+    if path.exists() or path.is_symlink():
+        raise OutputError(f"--json: {path} is there: legal is a new file")
+
+
 def check_output(path: Path, key: str) -> None:
     """OutputError, before minutes are spent, where the file cannot be written, or is something else than a report.
 

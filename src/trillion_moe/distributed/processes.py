@@ -45,14 +45,19 @@ class Processes:
         return {0: value} if self._link is None else self._link.gather(what, value)
 
     def same(self, what: str, values: Mapping[str, Any]) -> None:
-        """Raises ProcessesError, in all of them, naming those of these values by name that differ among them."""
+        """Raises ProcessesError, in all of them, naming those of these values by name that differ among them; a name
+        that one of them lacks differs, too."""
         found = self.gather(what, dict(values))
         first, *others = sorted(found)
+
+        def said(i: int, name: str) -> str:
+            return repr(found[i][name]) if name in found[i] else "not there"
+
         wrong = [
-            f"{name} is {found[i].get(name)!r} in process {i} (host {self.hosts[i]}), {value!r} in process 0"
+            f"{name} is {said(i, name)} in process {i} (host {self.hosts[i]}), {said(first, name)} in process 0"
             for i in others
-            for name, value in found[first].items()
-            if found[i].get(name) != value
+            for name in dict.fromkeys([*found[first], *found[i]])
+            if found[i].get(name) != found[first].get(name) or (name in found[i]) != (name in found[first])
         ]
         if wrong:
             raise ProcessesError(f"the {what} of all processes must be the same: {'; '.join(wrong)}")

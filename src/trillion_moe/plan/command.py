@@ -2,17 +2,16 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trillion_moe.checkpoint.atomic import write_text
 from trillion_moe.meshes.machine import machine
 from trillion_moe.plan.step import SHARE, Compiled, compile_step
 from trillion_moe.run_config import RunConfigError, load_run_config
+from trillion_moe.stamp import check_new, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 if the step does not fit."""
-    if args.json and (args.json.exists() or not args.json.absolute().parent.is_dir()):
-        raise RunConfigError(f"--json {args.json}: legal is a new file in a folder that is there")
+    if args.json is not None:
+        check_new(args.json)
     config, mesh = load_run_config(args.config, args.set), machine(args.mesh)
+    if config.mesh not in (None, args.mesh):
+        raise RunConfigError(f"mesh = {config.mesh!r}, but what is planned for is --mesh {args.mesh}: legal is null")
     began = time.perf_counter()
     compiled = compile_step(config, mesh)
     seconds = time.perf_counter() - began
@@ -47,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
         "versions": {name: version(name) for name in ("trillion-moe", "jax", "jaxlib")},
     }
     print(_said(plan, compiled))
-    if args.json:
-        write_text(args.json, json.dumps(plan, indent=1) + "\n")
+    if args.json is not None:
+        write_report(args.json, plan)
         print(args.json, file=sys.stderr)
     return 0 if plan["fits"] else 1
 
