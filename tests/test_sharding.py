@@ -221,7 +221,8 @@ for options in ({"chunks": 1.5}, {"chunks": None}, {"virtual": "1"}, {"microbatc
     assert said(Layout.make, {}, **options) == f"{name} = {value!r}: legal are whole numbers from 1"
 assert said(Layout.make, {}, **to_all | {"capacity": "1"}).startswith("capacity = '1': legal is above 0 up to 1")
 assert said(layout_of, ["ep", 2]).startswith("mesh is list: legal are a machine's name, FILE.py, sizes")
-assert hash(Layout.make({}, **to_all, capacities=[0.5, 1.0])) == hash(Layout.make({}, **to_all, capacities=(0.5, 1.0)))
+one, two = (Layout.make({}, **to_all, capacities=some) for some in ([0.5, 1.0], (0.5, 1.0)))
+assert (one, hash(one)) == (two, hash(two))
 """
 
 

@@ -85,4 +85,4 @@ def test_errors(settings, tmp_path, capsys) -> None:
     assert main([*settings, "--mesh", "h200x16", "--set", "train.accumulate=4"]) == 1
     assert "train.accumulate = 4, train.dropout = 0.0: legal are 1 and 0" in capsys.readouterr().err
     assert main([*settings, "--mesh", "h200x16", "--set", "lora=null"]) == 1
-    assert "are packed: legal is a lora" in capsys.readouterr().err
+    assert "are packed: train adapters (lora), or decode them first" in capsys.readouterr().err
