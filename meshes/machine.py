@@ -157,7 +157,7 @@ def machine(name: str) -> Machine:
     if name.endswith(".py"):
         try:
             mesh = runpy.run_path(name).get("MESH")
-        except Exception as error:  # whatever a file of the user's may raise
+        except (Exception, SystemExit) as error:  # whatever a file of the user's may raise
             raise LayoutError(f"{name}: {type(error).__name__}: {error}") from error
         if not isinstance(mesh, Machine):
             raise LayoutError(f"{name} must define MESH = Machine(...), not {type(mesh).__name__}")
@@ -174,8 +174,12 @@ def layout_of(mesh: str | Mapping[str, int] | Layout) -> Layout:
             return machine(mesh).layout()
         case Layout():
             return mesh
-        case _:
+        case Mapping():
             return Layout.make(mesh)
+        case _:
+            raise LayoutError(
+                f"mesh is {type(mesh).__name__}: legal are a machine's name, FILE.py, sizes of mesh axes, and a Layout"
+            )
 
 
 def compiled_for(mesh: Machine) -> Chip:

@@ -45,7 +45,7 @@ NAMED = {
     "optimizer": "run_config",
     "compiler": "",
     "hlo": "",
-    "programs": "steps run_config compiler",
+    "programs": "steps run_config compiler distributed",
     "stamp": "",
     "train": "programs checkpoint data run_config optimizer meshes compiler",
     "generate": "steps checkpoint data compiler",

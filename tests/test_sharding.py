@@ -6,6 +6,8 @@ In float64, so that what is left is summation order: an error of one part in 1e9
 import dataclasses
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -169,8 +171,10 @@ def test_errors() -> None:
         Layout.make({"x": 2})
     with pytest.raises(LayoutError, match="dp 4 x tp 4 = 16 devices, but there are 8"):
         Layout.make({"dp": 4, "tp": 4})
-    with pytest.raises(LayoutError, match="mesh axis tp=0: legal are sizes from 1"):
+    with pytest.raises(LayoutError, match="mesh axis tp=0: legal are whole numbers from 1"):
         Layout.make({"tp": 0})
+    with pytest.raises(LayoutError, match="mesh axis ep=True: legal are whole numbers from 1"):
+        Layout.make({"ep": True})
     with pytest.raises(LayoutError, match="a rule for 'heds', which is no logical axis"):
         Layout.make({}, rules={"heds": ("tp",)})
     with pytest.raises(LayoutError, match="the rule of 'heads' names mesh axis 'model'"):
@@ -194,7 +198,11 @@ def test_errors() -> None:
         ({"transport": "all_to_all", "capacity": 0.0}, "capacity = 0.0: legal is above 0 up to 1"),
         ({"transport": "all_to_all", "capacity": 0.3, "capacities": (0.25, 0.5)}, "capacity = 0.3: legal are rising"),
         ({"transport": "all_to_all", "capacity": 0.5, "capacities": (0.5, 0.25)}, "capacity = 0.5: legal are rising"),
-        ({"chunks": 0}, "chunks = 0: legal is at least 1"),
+        ({"transport": "all_to_all", "capacity": 0.5, "capacities": (0.5, 0.5)}, "capacity = 0.5: legal are rising"),
+        ({"chunks": 0}, "chunks = 0: legal are whole numbers from 1"),
+        ({"microbatches": True}, "microbatches = True: legal are whole numbers from 1"),
+        ({"rules": {"mlp": "tp"}}, "the rule of 'mlp' is 'tp': legal is a tuple of mesh axes, () for none"),
+        ({"rules": {"mlp": None}}, "the rule of 'mlp' is None: legal is a tuple of mesh axes, () for none"),
         ({"transport": "hierarchical"}, "transport 'hierarchical' with node = None: 'hierarchical' alone has nodes"),
         ({"node": 2}, "transport 'replicated' with node = 2: 'hierarchical' alone has nodes"),
         ({"transport": "hierarchical", "node": 2}, "node = 2 of ep = 1 devices: legal are none"),
@@ -210,6 +218,34 @@ def test_errors() -> None:
 def test_options_that_are_not_legal(options: dict, says: str) -> None:
     with pytest.raises(LayoutError, match=re.escape(says)):
         Layout.make({}, **options)
+
+
+OTHER_TYPES = """
+from trillion_moe.meshes.machine import layout_of
+from trillion_moe.sharding import Layout, LayoutError
+
+def said(f, *args, **options):
+    try:
+        return f(*args, **options)
+    except LayoutError as error:
+        return str(error)
+
+to_all = {"transport": "all_to_all", "capacity": 1.0}
+for size in (2.0, "2", None):
+    assert said(Layout.make, {"ep": size}) == f"mesh axis ep={size!r}: legal are whole numbers from 1"
+for options in ({"chunks": 1.5}, {"chunks": None}, {"virtual": "1"}, {"microbatches": 2.0}):
+    (name, value), = options.items()
+    assert said(Layout.make, {}, **options) == f"{name} = {value!r}: legal are whole numbers from 1"
+assert said(Layout.make, {}, **to_all | {"capacity": "1"}).startswith("capacity = '1': legal is above 0 up to 1")
+assert said(layout_of, ["ep", 2]).startswith("mesh is list: legal are a machine's name, FILE.py, sizes")
+one, two = (Layout.make({}, **to_all, capacities=some) for some in ([0.5, 1.0], (0.5, 1.0)))
+assert (one, hash(one)) == (two, hash(two))
+"""
+
+
+def test_values_of_other_types() -> None:
+    """As a machine's file may have them; in a process whose hints are not checked, as they are for users."""
+    subprocess.run([sys.executable, "-c", OTHER_TYPES], check=True)
 
 
 def test_nodes_and_wires_that_are_not_legal() -> None:

@@ -1,5 +1,6 @@
 """What a run that trains compiles: its model, and the steps as programs, one for all runs of a process of one shape."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 from trillion_moe.balance import BalanceConfig
 from trillion_moe.compiler import jitted
 from trillion_moe.config import ModelConfig
+from trillion_moe.distributed import current
 from trillion_moe.layers.segments import plan_for
 from trillion_moe.model import Model
 from trillion_moe.ops import accumulator
 from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
-from trillion_moe.sharding import Layout, shardings
+from trillion_moe.sharding import Layout, LayoutError, shardings
 from trillion_moe.steps import balance_step, grad_step, update_step
 from trillion_moe.transforms import add_lora, quantize_experts
 from trillion_moe.transforms.dropout import drop_inputs
@@ -52,6 +54,23 @@ def checked(cfg: ModelConfig, config: RunConfig, platform: str, layout: Layout |
     if layout is not None:
         shardings(model, layout)
     return model
+
+
+def check_processes(layout: Layout | None) -> None:
+    """Of several processes, what would let them wait for each other for ever: LayoutError for a mesh that leaves out
+    devices of some, which would have nothing to do; ProcessesError for layouts that differ, as of a machine's file that
+    is not the same on every host."""
+    processes = current()
+    if processes.count == 1:
+        return
+    said = {} if layout is None else {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}
+    processes.same("mesh", said | ({} if layout is None else {"mesh": dict(layout.mesh.shape)}))
+    size = 1 if layout is None else layout.mesh.size
+    if size != jax.device_count():
+        raise LayoutError(
+            f"the mesh has {size} device(s), the {processes.count} processes have {jax.device_count()}: legal is a "
+            "mesh over all of them (mesh=NAME, or sizes of mesh axes)"
+        )
 
 
 def rows_of_a_pass(config: RunConfig, layout: Layout | None) -> int:

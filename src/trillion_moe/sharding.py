@@ -10,6 +10,7 @@ A `Layout` is static: a model that carries one is traced for it, a model without
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -126,8 +127,8 @@ class Layout:
         if odd := [axis for axis in sizes if axis not in AXES]:
             raise LayoutError(f"no mesh axis {odd[0]!r}: legal are {', '.join(AXES)}")
         shape = tuple(sizes.get(axis, 1) for axis in AXES)
-        if bad := [f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True) if size < 1]:
-            raise LayoutError(f"mesh axis {bad[0]}: legal are sizes from 1")
+        if bad := [f"{axis}={size!r}" for axis, size in zip(AXES, shape, strict=True) if not _is_count(size)]:
+            raise LayoutError(f"mesh axis {bad[0]}: legal are whole numbers from 1")
         devices = jax.devices() if devices is None else list(devices)
         if len(devices) < math.prod(shape):
             wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
@@ -143,18 +144,20 @@ class Layout:
                 raise LayoutError(f"the rule of {name!r} is {self.over(name)}: legal is {' or '.join(map(str, legal))}")
         if self.transport not in TRANSPORTS:
             raise LayoutError(f"no transport {self.transport!r}: legal are {', '.join(TRANSPORTS)}")
+        object.__setattr__(self, "capacities", tuple(self.capacities))  # of a file, maybe a list
         for share in (*self.capacities, *(() if self.capacity is None else (self.capacity,))):
-            if self.transport != "all_to_all" or not 0 < share <= 1:
-                raise LayoutError(f"capacity = {share}: legal is above 0 up to 1, with 'all_to_all' alone")
+            if self.transport != "all_to_all" or not isinstance(share, (int, float)) or not 0 < share <= 1:
+                raise LayoutError(f"capacity = {share!r}: legal is above 0 up to 1, with 'all_to_all' alone")
         if self.capacities and (
-            self.capacity not in self.capacities or list(self.capacities) != sorted(self.capacities)
+            self.capacity not in self.capacities or list(self.capacities) != sorted(set(self.capacities))
         ):
             raise LayoutError(
                 f"capacities = {self.capacities}, capacity = {self.capacity}: legal are rising capacities, one of "
                 "which is the first to be used"
             )
-        if self.chunks < 1:
-            raise LayoutError(f"chunks = {self.chunks}: legal is at least 1")
+        for name, optional in (("chunks", False), ("virtual", False), ("microbatches", True), ("node", True)):
+            if not (_is_count(value := getattr(self, name)) or (optional and value is None)):
+                raise LayoutError(f"{name} = {value!r}: legal are whole numbers from 1")
         self._check_pipeline()
         ep = self.size("ep")
         if (self.transport == "hierarchical") != (self.node is not None):
@@ -181,9 +184,9 @@ class Layout:
             raise LayoutError(f"no schedule {self.schedule!r}: legal are {', '.join(SCHEDULES)}")
         if stages == 1 and self.schedule != SCHEDULES[0]:
             raise LayoutError(f"schedule = {self.schedule!r} over pp = 1 has no effect: legal is {SCHEDULES[0]!r}")
-        if self.virtual < 1 or (stages == 1 and self.virtual != 1):
+        if stages == 1 and self.virtual != 1:
             raise LayoutError(f"virtual = {self.virtual} over pp = {stages}: legal is at least 1, and 1 without stages")
-        if self.microbatches is not None and (self.microbatches < 1 or self.microbatches % stages):
+        if self.microbatches is not None and self.microbatches % stages:
             raise LayoutError(f"microbatches = {self.microbatches}: legal are multiples of pp = {stages}")
         if self.microbatches not in (None, 1) and stages == 1:
             raise LayoutError(f"microbatches = {self.microbatches} over pp = 1: legal is null, without stages")
@@ -242,9 +245,16 @@ class Layout:
         return lax.with_sharding_constraint(x, NamedSharding(self.here(), self.spec(axes)))
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+
+
 def _rules(changed: Mapping[str, Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if odd := sorted(changed.keys() - RULES.keys()):
         raise LayoutError(f"a rule for {odd[0]!r}, which is no logical axis: there are {', '.join(RULES)}")
+    for name, axes in changed.items():
+        if isinstance(axes, str) or not isinstance(axes, Iterable):
+            raise LayoutError(f"the rule of {name!r} is {axes!r}: legal is a tuple of mesh axes, () for none")
     table = RULES | {name: tuple(axes) for name, axes in changed.items()}
     for name, axes in table.items():
         if odd := [axis for axis in axes if axis not in AXES]:

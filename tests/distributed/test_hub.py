@@ -202,6 +202,10 @@ def test_links_and_processes() -> None:
             processes.same("data", {"data": "a", "held out": "b" if index != 1 else "c"})
         except ProcessesError as error:
             found[index] = str(error)
+        try:
+            processes.same("configuration", {"lora": None} if index == 0 else {"lora.rank": None})
+        except ProcessesError as error:
+            found[index, "names"] = str(error)
         processes.wait("end")
         link.leave()
 
@@ -216,3 +220,7 @@ def test_links_and_processes() -> None:
         assert found[i] == (
             f"the data of all processes must be the same: held out is 'c' in process 1 (host {host}), 'b' in process 0"
         )
+        assert (
+            f"lora is not there in process 1 (host {host}), None in process 0; "
+            f"lora.rank is None in process 1 (host {host}), not there in process 0;"
+        ) in found[i, "names"]

@@ -110,6 +110,10 @@ def test_errors(settings, tmp_path, capsys) -> None:
     (tmp_path / "there.json").write_text("{}")
     assert main([*settings, "--mesh", "h200x16", "--json", str(tmp_path / "there.json")]) == 1
     assert "is there and is no report, only a report is replaced" in capsys.readouterr().err
+    assert main([*settings, "--mesh", "h200x16", "--json", str(tmp_path / ("n" * 300))]) == 1  # seen before it compiles
+    assert "cannot be written: File name too long" in capsys.readouterr().err
+    assert main([*settings, "--mesh", "h200x16", "--set", 'mesh={"ep": 2}']) == 1
+    assert "mesh = {'ep': 2}, but what is planned for is --mesh h200x16: legal is null" in capsys.readouterr().err
     assert main([*settings, "--mesh", "h200x16", "--set", "train.accumulate=4"]) == 1
     assert "train.accumulate = 4, train.dropout = 0.0: legal are 1 and 0" in capsys.readouterr().err
     assert main([*settings, "--mesh", "h200x16", "--set", "lora=null"]) == 1

@@ -1,5 +1,6 @@
 """`trillion-moe profile`: what it prints and writes, a step that is really trained, and flags that are not legal."""
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -15,9 +16,10 @@ import trillion_moe as tm
 from trillion_moe.blueprint import abstract
 from trillion_moe.cli import main
 from trillion_moe.config import ModelConfig
+from trillion_moe.distributed import Place, Processes, ProcessesError
 from trillion_moe.model import Model
 from trillion_moe.profile import step, timing
-from trillion_moe.profile.command import KEY, parsed
+from trillion_moe.profile.command import KEY, parsed, run
 from trillion_moe.stamp import Stamp
 
 ONE = {
@@ -198,6 +200,27 @@ def test_only_a_report_is_replaced(tmp_path, capsys) -> None:
     out.unlink()
     assert main(flags) == main(flags) == 0
     assert os.listdir(tmp_path) == ["found.json"]
+
+
+def test_processes_that_would_measure_something_else() -> None:
+    """They would wait for each other: in a call that one makes and the others do not."""
+
+    class Two(Processes):
+        def gather(self, what, value=None):
+            return {0: value, 1: value | other.get(what, {})}
+
+    with Two(Place(0, 2, "a:9")) as processes:
+        processes.hosts = ("a", "b")
+        args = argparse.Namespace(json=None, mesh="ep=8", sizes="1024", repeats=5, config=None, set=[])
+        other = {"flags": {"--repeats": 9}}
+        with pytest.raises(ProcessesError, match=r"flags .*: --repeats is 9 in process 1 \(host b\), 5 in process 0"):
+            run(args)
+        other = {"configuration": {"seed": 0}}
+        with pytest.raises(ProcessesError, match=r"configuration .*: seed is 0 in process 1 .*not there in process 0"):
+            run(args)
+        other, args.mesh = {}, "ep=4"
+        with pytest.raises(tm.LayoutError, match=r"the mesh has 4 device\(s\), the 2 processes have 8"):
+            run(args)
 
 
 def test_meshes() -> None:

@@ -21,10 +21,10 @@ import pytest
 from tests.train.test_trainer import arrays
 
 import trillion_moe as tm
-from trillion_moe.distributed import Place, Processes
+from trillion_moe.distributed import Place, Processes, ProcessesError
+from trillion_moe.programs import check_processes
 from trillion_moe.run_config import to_json
 from trillion_moe.sharding import LayoutError
-from trillion_moe.train.command import _check_spans
 from trillion_moe.train.report import read
 
 LIMIT = 15.0  # seconds in which the others end when one process is killed
@@ -372,10 +372,24 @@ def test_all_have_compiled_before_one_runs(trainer, config, rows) -> None:
 
 
 def test_a_mesh_that_leaves_out_processes() -> None:
-    two = Processes(Place(0, 2, "a:9"))
-    with pytest.raises(LayoutError, match=r"mesh has 1 device\(s\), the 2 processes have 8: legal is a mesh over all"):
-        _check_spans(None, two)
-    with pytest.raises(LayoutError, match=r"mesh has 4 device\(s\)"):
-        _check_spans(tm.Layout.make({"ep": 4}), two)
-    _check_spans(tm.Layout.make({"ep": 8}), two)
-    _check_spans(None, Processes())
+    with Recorded():
+        with pytest.raises(LayoutError, match=r"mesh has 1 device\(s\), the 2 processes have 8: legal is a mesh over"):
+            check_processes(None)
+        with pytest.raises(LayoutError, match=r"mesh has 4 device\(s\)"):
+            check_processes(tm.Layout.make({"ep": 4}))
+        check_processes(tm.Layout.make({"ep": 8}))
+    check_processes(None)
+
+
+def test_a_mesh_that_is_another_one_elsewhere() -> None:
+    """Of a file, say, that is not the same on every host: compiled programs would wait for each other for ever."""
+
+    class Other(Recorded):
+        def gather(self, what, value=None):
+            return {0: value, 1: value | {"transport": "ragged"}}
+
+    with Other() as processes:
+        processes.hosts = ("a", "b")
+        says = r"the mesh of all .*: transport is 'ragged' in process 1 \(host b\), 'replicated' in process 0$"
+        with pytest.raises(ProcessesError, match=says):
+            check_processes(tm.Layout.make({"ep": 8}))

@@ -156,6 +156,9 @@ def test_meshes_that_are_not_there(folder, tmp_path: Path) -> None:
         'MESH = Machine("mine", "cpu", {"ep": 4}, (MEMORY.switched(4),), transport="ragged")\n'
     )
     assert tm.load(folder, mesh=str(mine)).layout == tm.Layout.make({"ep": 4}, transport="ragged")
+    mine.write_text("raise SystemExit(0)\n")
+    with pytest.raises(tm.LayoutError, match=r"mine\.py: SystemExit: 0"):
+        tm.load(folder, mesh=str(mine))
     mine.write_text("MESH = 3\n")
     with pytest.raises(tm.LayoutError, match=r"mine\.py must define MESH = Machine\(\.\.\.\), not int"):
         tm.load(folder, mesh=str(mine))

@@ -45,7 +45,8 @@ class Processes:
         return {0: value} if self._link is None else self._link.gather(what, value)
 
     def same(self, what: str, values: Mapping[str, Any]) -> None:
-        """Raises ProcessesError, in all of them, naming those of these values by name that differ among them."""
+        """Raises ProcessesError, in all of them, naming those of these values by name that differ among them; a name
+        that one of them lacks differs, too."""
         found = self.gather(what, dict(values))
         wrong = [
             f"{name} is {_shown(found[i], name)} in process {i} (host {self.hosts[i]}), {_shown(found[0], name)} in "

@@ -13,7 +13,7 @@ import jax
 from trillion_moe.meshes.chips import Gpu, Tpu
 from trillion_moe.meshes.machine import compiled_for, machine
 from trillion_moe.plan.step import SHARE, Compiled, compile_step
-from trillion_moe.run_config import load_run_config
+from trillion_moe.run_config import RunConfigError, load_run_config
 from trillion_moe.stamp import check_output, write_report
 
 FORMAT, KEY = 1, "trillion_moe plan"
@@ -32,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 if the step does not fit."""
-    if args.json:
+    if args.json is not None:
         check_output(args.json, KEY)
     config, mesh = load_run_config(args.config, args.set), machine(args.mesh)
+    if config.mesh not in (None, args.mesh):
+        raise RunConfigError(f"mesh = {config.mesh!r}, but what is planned for is --mesh {args.mesh}: legal is null")
     compiler = COMPILERS[type(compiled_for(mesh))]
     if not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is taken
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         "versions": {name: version(name) for name in ("trillion-moe", "jax", "jaxlib", compiler)},
     }
     print(_said(plan, compiled))
-    if args.json:
+    if args.json is not None:
         write_report(args.json, plan)
         print(args.json, file=sys.stderr)
     return 0 if plan["fits"] else 1

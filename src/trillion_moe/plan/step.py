@@ -63,11 +63,11 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
             f"train.accumulate = {t.accumulate}, train.dropout = {t.dropout}: legal are 1 and 0, what is compiled is "
             "one pass and its update"
         )
-    checked(cfg, config, _platform(chip), None)  # what no compiler is needed for
-    layout = mesh.layout(aot.devices(chip, mesh.topology))
     tokens = config.examples.max_length
     if tokens is None:
         raise RunConfigError("examples.max_length is null: a plan needs the length of its rows")
+    checked(cfg, config, _platform(chip), None)  # what no machine could run is said without a compiler, too
+    layout = mesh.layout(aot.devices(chip, mesh.topology))
     rows = rows_of_a_pass(config, layout)
     check_batch(layout, rows, tokens, least=least_tokens(cfg))
     trained, frozen = partition(_model(cfg, config, chip, layout), trainable="all" if config.lora is None else "lora")

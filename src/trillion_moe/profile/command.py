@@ -18,6 +18,7 @@ from trillion_moe.profile.collectives import Row, Unavailable
 from trillion_moe.profile.errors import ProfileError
 from trillion_moe.profile.step import Step
 from trillion_moe.profile.timing import Seconds
+from trillion_moe.programs import check_processes
 from trillion_moe.run_config import RunConfig, load_run_config
 from trillion_moe.sharding import Layout
 from trillion_moe.stamp import Stamp, check_output, write_report
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         check_output(args.json, KEY)
     task = checked(args)
+    _check_alike(args, task)
     _say(f"on {jax.device_count()} x {jax.devices()[0].device_kind} ({jax.devices()[0].platform})")
     found: dict[str, Any] = {
         "mesh": None if task.mesh is None else task.mesh.name,
@@ -104,6 +106,14 @@ def run(args: argparse.Namespace) -> int:
         write_report(args.json, {KEY: FORMAT, "stamp": dataclasses.asdict(Stamp.here())} | found)
         print(args.json, file=sys.stderr)
     return 0
+
+
+def _check_alike(args: argparse.Namespace, task: Task) -> None:
+    """Several processes must measure the same, or they wait for each other for ever: ProcessesError, LayoutError."""
+    processes = current()
+    processes.same("flags", {"--sizes": task.sizes, "--repeats": args.repeats})
+    processes.same("configuration", {} if task.config is None else dataclasses.asdict(task.config))
+    check_processes(task.layout)
 
 
 def checked(args: argparse.Namespace) -> Task:

@@ -25,9 +25,8 @@ from trillion_moe.distributed import Processes, add_place_flags, current
 from trillion_moe.layers.segments import stages_of
 from trillion_moe.meshes.machine import layout_of
 from trillion_moe.model import Model
-from trillion_moe.programs import checked, rows_of_a_pass
+from trillion_moe.programs import check_processes, checked, rows_of_a_pass
 from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
-from trillion_moe.sharding import Layout, LayoutError
 from trillion_moe.train.report import picture
 from trillion_moe.train.trainer import Trainer, check_rows, count_updates, flat
 from trillion_moe.transforms import add_lora, count_by_group, partition
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     cfg = ModelConfig.from_file(config.model)  # rows are checked before the weights, which take longer, are read
     layout = None if config.mesh is None else layout_of(config.mesh)
     checked(cfg, config, jax.default_backend(), layout)
-    _check_spans(layout, processes)
+    check_processes(layout)
     processor = load_processor(config.model, cfg)
     train, held_out = _examples(config, cfg, processor)
     processes.same("data", {"data": train.digest, "held out": held_out.digest if held_out else None})
@@ -104,16 +103,6 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
         picture(output)
         print(done)
     return 0
-
-
-def _check_spans(layout: Layout | None, processes: Processes) -> None:
-    """LayoutError for a mesh that leaves out devices of several processes: one of them would have nothing to do."""
-    size = 1 if layout is None else layout.mesh.size
-    if processes.count > 1 and size != jax.device_count():
-        raise LayoutError(
-            f"the mesh has {size} device(s), the {processes.count} processes have {jax.device_count()}: legal is a "
-            "mesh over all of them (mesh=NAME, or sizes of mesh axes)"
-        )
 
 
 def _check_shared(output: Path, processes: Processes) -> None:
