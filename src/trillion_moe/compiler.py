@@ -15,7 +15,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "tpu": {
         # Without, rows are asked for and awaited before the experts' kernels begin. Kimi K3's LoRA step on v5p_32: of
-        # the exchanges' 1,261 GB 64 % hidden, not next to none, for 6.4 GB more of temporaries a device.
+        # the 1,261 GB of its exchanges 64 % hidden, 19 % before, with `moe._in_turn`; 6.4 GB more at the peak.
         "xla_tpu_use_aggressive_scheduling": True,
     },
 }
