@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -50,11 +53,23 @@ def test_figures_of_a_step(settings, tmp_path, capsys, name: str, rows: int) -> 
     (exchange,) = [row for row in step["collectives"] if row["kind"] == "ragged-all-to-all"]
     assert exchange["axes"] == "ep"
     assert exchange["bytes"] > 0
-    # All but the first and last of a layer's chunks can be underway while experts work. On a TPU the least of them are.
+    # All but the first and last of a layer's chunks are underway while experts work: 8 of 9 each way. (v5p_32 at K3's
+    # widths: 63 %, half of the rows that come back are asked for after the last product, see docs/decisions/0009.)
     assert exchange["asynchronous"] >= 0.95 * exchange["count"]
-    assert exchange["overlapped"] >= (0.85 if name == "h200x16" else 0.15) * exchange["count"]
+    assert exchange["overlapped"] >= 0.85 * exchange["count"]
+    if name == "v5p_32":  # what products wait for is not made once more for their gradients
+        assert exchange["count"] == 1296
     assert no_bank_is_gathered(step, parts(name) * 512 * 128 * 128 // 2)
     assert "ragged-all-to-all" in capsys.readouterr().out
+
+
+@pytest.mark.aot
+def test_devices_that_are_not_here_come_without_a_word() -> None:
+    code = "from trillion_moe import aot; from trillion_moe.meshes.chips import CHIPS; aot.devices(CHIPS['v5p'])"
+    asked = {"JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"}
+    environment = {name: value for name, value in os.environ.items() if name not in asked}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stderr == ""
 
 
 @pytest.mark.aot
