@@ -246,7 +246,7 @@ class Layout:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _rules(changed: Mapping[str, Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
