@@ -216,8 +216,12 @@ def test_what_an_arranged_model_is_not_for(tmp_path) -> None:
         arrange_experts(arranged, plan)
     with pytest.raises(ValueError, match="in their own order already"):
         restore_experts(model)
-    with pytest.raises(ValueError, match=r"plan is \[2, 8\]: legal is a row for each of the 1 MoE layers"):
+    with pytest.raises(
+        ValueError, match=r"plan is int\d+\[2, 8\]: legal is integers, a row for each of the 1 MoE layers"
+    ):
         arrange_experts(model, in_order(2, 8))
+    with pytest.raises(ValueError, match=r"plan is float64\[1, 8\]: legal is integers"):
+        arrange_experts(model, np.arange(8)[None] + 0.5)
     with pytest.raises(ValueError, match="the plan of layer 0 does not hold every expert of 0 to 7, or others"):
         arrange_experts(model, in_order(1, 9))
     with pytest.raises(ValueError, match="the model is a blueprint without arrays"):

@@ -98,9 +98,11 @@ def arrange_experts(model: Any, plan: Any) -> Any:
         raise ValueError("the model is a blueprint without arrays: load or init it first")
     if any(segment.numbers for segment in model.plan):
         raise ValueError("the model lies on pipeline stages, which do not generate: legal is a mesh with pp = 1")
-    plan, layers, experts = np.asarray(plan, np.int32), moe_layers(model), model.config.moe.num_experts
-    if plan.ndim != 2 or len(plan) != len(layers):
-        raise ValueError(f"plan is {list(plan.shape)}: legal is a row for each of the {len(layers)} MoE layers")
+    plan, layers, experts = np.asarray(plan), moe_layers(model), model.config.moe.num_experts
+    if plan.ndim != 2 or len(plan) != len(layers) or not np.issubdtype(plan.dtype, np.integer):
+        raise ValueError(
+            f"plan is {plan.dtype}{list(plan.shape)}: legal is integers, a row for each of the {len(layers)} MoE layers"
+        )
     for layer, row in zip(layers, plan, strict=True):
         if {*row.tolist()} != {*range(experts)}:
             raise ValueError(f"the plan of layer {layer} does not hold every expert of 0 to {experts - 1}, or others")
