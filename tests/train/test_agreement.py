@@ -177,6 +177,19 @@ def test_a_dry_run_of_one_of_them(config, tmp_path) -> None:
         command.run(arguments(tmp_path / "run.json"), never)
 
 
+def test_a_model_that_is_another_one_elsewhere(config, tmp_path) -> None:
+    """By its configuration, and by how large its files of weights are."""
+    run = config(mesh={"fsdp": 8})
+    (tmp_path / "run.json").write_text(to_json(run))
+    here = command.told_apart_by(Path(run.model))
+    for name in ("crc32 of config.json", *(file.name for file in Path(run.model).glob("*.safetensors"))):
+        with (
+            Pair(0, model=here | {name: 5}),
+            pytest.raises(ProcessesError, match=rf"the model of all .* same: {name} is 5 in process 1 \(host b\)"),
+        ):
+            command.run(arguments(tmp_path / "run.json"), never)
+
+
 def never(*_, **__):
     raise AssertionError("weights are read")
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
     layout = None if config.mesh is None else layout_of(config.mesh)
     checked(cfg, config, jax.default_backend(), layout)
     check_processes(layout)
+    processes.same("model", told_apart_by(Path(config.model)))
     processor = load_processor(config.model, cfg)
     train, held_out = _examples(config, cfg, processor)
     processes.same("data", {"data": train.digest, "held out": held_out.digest if held_out else None})
@@ -103,6 +105,12 @@ def run(args: argparse.Namespace, load: Callable[..., Model]) -> int:
         picture(output)
         print(done)
     return 0
+
+
+def told_apart_by(model: Path) -> dict[str, int]:
+    """Of copies of a model on several hosts: its configuration's checksum, how many bytes each file of weights has."""
+    weights = {file.name: file.stat().st_size for file in sorted(model.glob("*.safetensors"))}
+    return {"crc32 of config.json": zlib.crc32((model / "config.json").read_bytes())} | weights
 
 
 def _check_shared(output: Path, processes: Processes) -> None:
