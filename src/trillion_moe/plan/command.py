@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json and (args.json.exists() or not args.json.absolute().parent.is_dir()):
         raise RunConfigError(f"--json {args.json}: legal is a new file in a folder that is there")
     config, mesh = load_run_config(args.config, args.set), machine(args.mesh)
-    if not jax.config.jax_platforms:
+    if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is taken
     began = time.perf_counter()
     compiled = compile_step(config, mesh)
