@@ -12,7 +12,7 @@ from trillion_moe.layers.moe import Experts
 CFG = tiny_k3()
 EXPERTS = init(Experts(CFG, dtype="float32"), jax.random.key(0))
 COUNTS = jnp.zeros(CFG.moe.num_experts, jnp.int32).at[jnp.array([1, 2])].set(jnp.array([7, 5]))
-X = jnp.asarray(np.random.default_rng(0).normal(size=(12, CFG.moe.latent_size)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(12, EXPERTS.gate.shape[1])), jnp.float32)
 
 
 def through(experts: Experts, x_RL, came_N, goes_N, turns: bool):

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if config.mesh not in (None, args.mesh):
         raise RunConfigError(f"mesh = {config.mesh!r}, but what is planned for is --mesh {args.mesh}: legal is null")
     compiler = COMPILERS[type(compiled_for(mesh))]
-    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+    if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is taken
     began = time.perf_counter()
     compiled = compile_step(config, mesh)
