@@ -20,10 +20,12 @@ until free "$port" && free "$((port - 1))"; do port=$((20001 + RANDOM % 12000));
 export TRILLION_MOE_COORDINATOR=${TRILLION_MOE_COORDINATOR:-127.0.0.1:$port} TRILLION_MOE_PROCESSES=$count
 
 children=()
-trap 'kill -TERM "${children[@]}" 2>/dev/null || true' TERM INT
+told=0
+trap 'told=1; kill -TERM "${children[@]}" 2>/dev/null || true' TERM INT
 for ((i = 0; i < count; i++)); do
     TRILLION_MOE_PROCESS=$i "$@" &
     children+=($!)
+    ((told)) && kill -TERM "$!" 2>/dev/null # a signal came before this one was known
 done
 code=0
 for child in "${children[@]}"; do

@@ -94,11 +94,30 @@ def test_local(tmp_path: Path) -> None:
     assert subprocess.run([LAUNCH / "local.sh", "0", "true"], capture_output=True).returncode == 2
 
 
+def ended(process: subprocess.Popen, seconds: float = 20) -> int | None:
+    """Its code; None, and it is killed, if it has not ended by then: who leaves `Popen` waits for it."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return None
+
+
+def test_local_tells_the_process_that_was_just_started(tmp_path: Path) -> None:
+    """A signal that comes between the start of a process and the line that notes it, planted there."""
+    script = (LAUNCH / "local.sh").read_text().replace("    children+=", "    kill -TERM $$\n    children+=")
+    assert script.count("kill -TERM $$") == 1
+    (tmp_path / "local.sh").write_text(script)
+    flags = ["bash", tmp_path / "local.sh", "1", "sleep", "30"]
+    with subprocess.Popen(flags) as all_:
+        assert ended(all_) == 143
+
+
 def test_local_passes_signals_on(tmp_path: Path) -> None:
     script = f'trap "echo told > {tmp_path}/$TRILLION_MOE_PROCESS; exit 143" TERM; echo up; while :; do sleep 0.1; done'
     with subprocess.Popen([LAUNCH / "local.sh", "2", "bash", "-c", script], stdout=subprocess.PIPE, text=True) as all_:
         assert all_.stdout is not None
         assert [all_.stdout.readline() for _ in range(2)] == ["up\n"] * 2
         all_.terminate()
-        assert all_.wait(20) == 143
+        assert ended(all_) == 143
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

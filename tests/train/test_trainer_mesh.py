@@ -22,6 +22,7 @@ def over(adapted, sizes):
     return tm.place(adapted, tm.Layout.make(sizes, transport="ragged"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_another_mesh(trainer, adapted, config, rows, tmp_path, monkeypatch) -> None:
     """Two updates over experts and sequence, stopped, two more over another mesh: as on one device throughout."""
     one = config(**RUN, output=str(tmp_path / "one"))
