@@ -102,7 +102,6 @@ proof: $(PARITY) $(AOT)/.installed-$(PY_TAG)  ## run what is too long for CI and
 	$(MAKE) bench-kda KDA_ARGS='--output docs/proof/bench_kda.json'
 	$(AOT)/bin/python -m trillion_moe.verify.kernels --output docs/kernels.md
 	$(BIN)/python -m tests.prove_meshes --json docs/proof/meshes.json
-	rm -f docs/proof/plan_*.json
 	$(AOT)/bin/trillion-moe plan --config kimi_k3_lora --mesh h200x16 --compile --json docs/proof/plan_h200x16.json
 	$(AOT)/bin/trillion-moe plan --config kimi_k3_lora --mesh v5p_32 --compile --json docs/proof/plan_v5p_32.json
 
