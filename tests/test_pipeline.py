@@ -27,6 +27,7 @@ from trillion_moe.layers.segments import (
 from trillion_moe.meshes.machine import MEMORY, Machine
 from trillion_moe.model import Model
 from trillion_moe.programs import checked
+from trillion_moe.run_config import RunConfig, RunConfigError, TrainConfig
 from trillion_moe.sharding import Layout, LayoutError
 from trillion_moe.transforms import arrange_experts
 from trillion_moe.transforms.segments import restack
@@ -255,8 +256,8 @@ def test_what_stages_cannot_do_is_refused() -> None:
         tm.generate(model, [[5, 6, 7]] * 4, max_new_tokens=2)
     with pytest.raises(LayoutError, match="cut for pp 2 x virtual 1, the mesh has pp 1"):
         sharding.place(model, Layout.make({"dp": 2}))
-    kept = tm.RunConfig(model="m", data="d", lora=None, train=tm.TrainConfig(remat=False))
-    with pytest.raises(tm.RunConfigError, match=r"train\.remat = false over pp = 2: legal is true"):
+    kept = RunConfig(model="m", data="d", lora=None, train=TrainConfig(remat=False))
+    with pytest.raises(RunConfigError, match=r"train\.remat = false over pp = 2: legal is true"):
         checked(tiny_k3(**HEADS), kept, "cpu", layout)
     with pytest.raises(LayoutError, match="runs over their mesh alone"):
         tm.forward(Model(tiny_k3(), plan=staged_plan(tiny_k3(), 2)), tokens)
