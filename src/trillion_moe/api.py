@@ -129,9 +129,10 @@ def load(
     return checkpoint.load_into(model, path, stored, keep_dtypes=dtype is None)
 
 
-def place(model: Model, layout: Layout | None) -> Model:
-    """The model with its arrays on a mesh (None: on one device), restacked if its layers are to lie on pipeline stages,
-    or did; computes the same. LayoutError for a model that the mesh cannot cut."""
+def place(model: Model, mesh: str | Mapping[str, int] | Layout | None) -> Model:
+    """The model with its arrays on a mesh, given as to `load` (None: on one device), restacked if its layers are to lie
+    on pipeline stages, or did; computes the same. LayoutError for a model that the mesh cannot cut."""
+    layout = None if mesh is None else layout_of(mesh)
     plan = plan_for(model.config, layout)
     if staged(model.plan) != staged(plan):
         model = restack(model, plan)

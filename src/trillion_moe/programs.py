@@ -22,6 +22,13 @@ from trillion_moe.transforms.dropout import drop_inputs
 from trillion_moe.transforms.quantize import packed_layout
 
 
+def model_config(config: RunConfig) -> ModelConfig:
+    """Of a run's model; RunConfigError if it does not say which."""
+    if not config.model:
+        raise RunConfigError("the configuration does not say model: give --set model=FOLDER, which needs no weights")
+    return ModelConfig.from_file(config.model)
+
+
 def blueprint(cfg: ModelConfig, config: RunConfig, platform: str, layout: Layout | None) -> Any:
     """The model as a run loads and adapts it, of Specs, its layers as a mesh needs them.
 

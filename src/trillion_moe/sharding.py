@@ -132,7 +132,8 @@ class Layout:
         devices = jax.devices() if devices is None else list(devices)
         if len(devices) < math.prod(shape):
             wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-            raise LayoutError(f"{wanted} = {math.prod(shape)} devices, but there are {len(devices)}")
+            hint = "; JAX_NUM_CPU_DEVICES makes more of a CPU" if devices and devices[0].platform == "cpu" else ""
+            raise LayoutError(f"{wanted} = {math.prod(shape)} devices, but there are {len(devices)}{hint}")
         mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: math.prod(shape)])
         return cls(mesh, _rules(rules), **options)
 

@@ -129,6 +129,8 @@ def test_errors(settings, tmp_path, capsys) -> None:
     assert "cannot be written: File name too long" in capsys.readouterr().err
     assert main([*settings, "--mesh", "h200x16", "--set", 'mesh={"ep": 2}']) == 1
     assert "mesh = {'ep': 2}, but what is planned for is --mesh h200x16: legal is null" in capsys.readouterr().err
+    assert main([*settings, "--mesh", "h200x16", "--set", "model="]) == 1
+    assert "the configuration does not say model: give --set model=FOLDER" in capsys.readouterr().err
     assert main([*settings, "--mesh", "h200x16", "--set", "train.accumulate=4"]) == 1
     assert "train.accumulate = 4, train.dropout = 0.0: legal are 1 and 0" in capsys.readouterr().err
     assert main([*settings, "--mesh", "h200x16", "--set", "lora=null"]) == 1

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.mesh_tools import FOUR
 from tests.tiny import MLA, MOE, tiny_k3
 
 import trillion_moe as tm
@@ -17,6 +18,7 @@ from trillion_moe.blueprint import abstract
 from trillion_moe.cli import main
 from trillion_moe.config import ModelConfig
 from trillion_moe.distributed import Place, Processes, ProcessesError
+from trillion_moe.layers.segments import depth_plan
 from trillion_moe.model import Model
 from trillion_moe.profile import step, timing
 from trillion_moe.profile.command import KEY, parsed, run
@@ -232,3 +234,15 @@ def test_meshes() -> None:
 def test_the_config_is_enough(model) -> None:
     assert ModelConfig.from_file(model).quantization == "mxfp4"
     assert [f.name for f in model.iterdir()] == ["config.json"]
+
+
+def test_adapters_of_stacked_layers_are_counted() -> None:
+    """As those of single ones, though what is trained has no base to ask for its shape."""
+    cfg, found = tiny_k3(**FOUR), []
+    for scan in (False, True):
+        model = abstract(
+            tm.add_lora(Model(cfg, plan=depth_plan(cfg, scan=scan)), tm.LoRAConfig(rank=2, targets=("attention",)))
+        )
+        found.append(step.flops(model, tm.partition(model)[0], everything=False))
+        assert found[-1] > step.flops(model, None, everything=True) * 4 / 6
+    assert found[0] == found[1]

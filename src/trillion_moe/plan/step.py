@@ -19,7 +19,7 @@ from trillion_moe.model import least_tokens
 from trillion_moe.ops import IMPLEMENTATIONS, using
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.plan.collectives import Collective, collectives
-from trillion_moe.programs import checked, gradients, rows_of_a_pass, update
+from trillion_moe.programs import checked, gradients, model_config, rows_of_a_pass, update
 from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, place, shardings
 from trillion_moe.transforms import partition
@@ -57,7 +57,7 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     plugin and where it refuses the step.
     """
     chip = compiled_for(mesh)
-    cfg, t = ModelConfig.from_file(config.model), config.train
+    cfg, t = model_config(config), config.train
     if t.accumulate != 1 or t.dropout:
         raise RunConfigError(
             f"train.accumulate = {t.accumulate}, train.dropout = {t.dropout}: legal are 1 and 0, what is compiled is "

@@ -18,7 +18,17 @@ from trillion_moe.model import least_tokens
 from trillion_moe.optimizer import make_optimizer
 from trillion_moe.profile.timing import Seconds, timed
 from trillion_moe.profile.trace import Shares, instructions, shares, traced
-from trillion_moe.programs import add, balanced, blueprint, checked, gradients, over_all, rows_of_a_pass, update
+from trillion_moe.programs import (
+    add,
+    balanced,
+    blueprint,
+    checked,
+    gradients,
+    model_config,
+    over_all,
+    rows_of_a_pass,
+    update,
+)
 from trillion_moe.run_config import RunConfig, RunConfigError
 from trillion_moe.sharding import Layout, check_batch, place, put, shardings
 from trillion_moe.transforms import partition
@@ -53,9 +63,7 @@ class Step:
 def check(config: RunConfig, layout: Layout | None) -> ModelConfig:
     """The model's. Raises RunConfigError for settings without a step, LayoutError for a batch or a model that the mesh
     cannot cut: before anything is drawn."""
-    if not config.model:
-        raise RunConfigError("the configuration does not say model: give --set model=FOLDER, which needs no weights")
-    cfg = ModelConfig.from_file(config.model)
+    cfg = model_config(config)
     check_batch(layout, *_shape(config, layout), least=least_tokens(cfg))
     checked(cfg, config, jax.default_backend(), layout)
     return cfg

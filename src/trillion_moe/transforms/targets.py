@@ -70,7 +70,7 @@ class Place:
     @property
     def share(self) -> float:
         """Of the leaf that is of layers: below 1 where slots of pipeline stages are empty."""
-        return 1.0 if self.rows is None else len(self.rows) / matrix_shape(self.leaf)[0]
+        return 1.0 if self.rows is None else len(self.rows) / jax.tree.leaves(self.leaf)[0].shape[0]
 
 
 def places(model: Any, *, inside: bool = False) -> tuple[list[Place], Any]:
