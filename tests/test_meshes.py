@@ -175,6 +175,14 @@ def test_the_readme_lists_the_machines():
     assert [line for line in README.read_text().splitlines() if re.match(r"\| \w+ \| \d", line)] == expected
 
 
+def test_the_readmes_own_machine(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    layout = machine(str(tmp_path / "mine.py")).layout()
+    assert (layout.size("pp"), layout.size("ep"), layout.microbatches) == (2, 2, 4)
+    assert layout.transport == "all_to_all"
+
+
 def split(name: str) -> list[str]:
     return re.split(r"(\d+)", name)
 

@@ -15,7 +15,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "tpu": {
         # Without, rows are asked for and awaited before the experts' kernels begin. Kimi K3's LoRA step on v5p_32: of
-        # the 1,261 GB of its exchanges 64 % hidden, 19 % before, with `moe._in_turn`; 6.4 GB more at the peak.
+        # the 1,261 GB of its exchanges 61 % hidden with it and `moe._in_turn` (LOG.md); 6.6 GB more at the peak.
         "xla_tpu_use_aggressive_scheduling": True,
     },
 }

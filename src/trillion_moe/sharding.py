@@ -161,6 +161,8 @@ class Layout:
                 raise LayoutError(f"{name} = {value!r}: legal are whole numbers from 1")
         self._check_pipeline()
         ep = self.size("ep")
+        if self.capacity is not None and ep == 1:
+            raise LayoutError(f"capacity = {self.capacity} over ep = 1, where nothing is exchanged: legal is null")
         if (self.transport == "hierarchical") != (self.node is not None):
             raise LayoutError(f"transport {self.transport!r} with node = {self.node}: 'hierarchical' alone has nodes")
         if self.node is not None and not (1 < self.node < ep and ep % self.node == 0):

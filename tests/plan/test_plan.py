@@ -46,15 +46,14 @@ def test_figures_of_a_step(settings, tmp_path, capsys, name: str, rows: int) -> 
     step = plan["compiled"]
     assert (step["rows"], step["tokens"]) == (rows, 256)
     assert plan["hbm_bytes"] == machine(name).facts.hbm_bytes
-    assert step["argument_bytes"] + step["temp_bytes"] == step["peak_bytes"]
-    assert step["argument_bytes"] > 0 < step["temp_bytes"]
+    assert 0 < step["argument_bytes"] < step["peak_bytes"]
     assert step["host_bytes"] == 0
     assert step["pipeline"]["bubble"] == 0.2
     (exchange,) = [row for row in step["collectives"] if row["kind"] == "ragged-all-to-all"]
     assert exchange["axes"] == "ep"
     assert exchange["bytes"] > 0
     # All but the first and last of a layer's chunks are underway while experts work: 8 of 9 each way. (v5p_32 at K3's
-    # widths: 63 %, half of the rows that come back are asked for after the last product, see docs/decisions/0009.)
+    # widths: 60 %, half of the rows that come back are asked for after the last product, see docs/decisions/0009.)
     assert exchange["asynchronous"] >= 0.95 * exchange["count"]
     assert exchange["overlapped"] >= 0.85 * exchange["count"]
     if name == "v5p_32":  # what products wait for is not made once more for their gradients

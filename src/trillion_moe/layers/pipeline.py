@@ -231,7 +231,7 @@ class Pipe:
         def fetch():
             owner, i = self._home(of_first, len(first_mnBTD))
             mine = jnp.where(lax.axis_index("pp") == owner, nth(first_mnBTD, i), 0)
-            return lax.psum(mine, "pp")  # zeros but of one
+            return self.from_one(mine)
 
         nothing = jnp.zeros_like(first_mnBTD[0])
         begun = lax.cond(of_first.live & (of_first.run == 0), fetch, lambda: nothing)
@@ -244,10 +244,16 @@ class Pipe:
 
         def write():
             owner, i = self._home(job, len(into_m))
-            found = lax.psum(jnp.where(mine, x, 0), "pp")
+            found = self.from_one(jnp.where(mine, x, 0))
             return enter(into_m, i, found, lax.axis_index("pp") == owner)
 
         return lax.cond(job.live, write, lambda: into_m)
+
+    def from_one(self, x: jax.Array) -> jax.Array:
+        """What one stage has, on all; the others hold zeros."""
+        # Over 16 bits XLA ends a process on CPU, where some mesh axes are its own to cut and others are not.
+        wide = x.astype(accumulator(x.dtype)) if self.layout.platform == "cpu" else x
+        return lax.psum(wide, "pp").astype(x.dtype)
 
     def _home(self, job: Job, each: int):
         """The stage that has a microbatch of which every stage has `each`, and its place there."""

@@ -52,9 +52,9 @@ class Compiled:
 def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     """The step of one pass over text of the greatest length, rows as in `config.train`; `Layout.rows` if that is None.
 
-    Both programs of `train`: gradients, then the update. Raises RunConfigError for settings that are not planned,
-    LayoutError for a machine without compiler and a model or batch that it cannot cut, AotError without the compiler's
-    plugin and where it refuses the step.
+    Both programs of `train`: gradients, then the update; `balance_step`, which moves biases alone, is not among them.
+    Raises RunConfigError for settings that are not planned, LayoutError for a machine without compiler and a model or
+    batch that it cannot cut, AotError without the compiler's plugin and where it refuses the step.
     """
     chip = compiled_for(mesh)
     cfg, t = model_config(config), config.train
