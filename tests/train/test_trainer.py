@@ -340,7 +340,7 @@ def no_state(_, state: Path) -> None:
     [
         (cut, "Orbax cannot restore: "),
         (no_json, "state.json is not JSON: "),
-        (no_state, "state.json is without 'capacity', 'crc32', 'depth', 'step'"),
+        (no_state, "state.json is without 'capacity', 'checksums', 'depth', 'step'"),
     ],
 )
 def test_a_spoilt_checkpoint_is_refused(losses, short, config, spoil, what) -> None:

@@ -9,7 +9,6 @@ Orbax sees a flat dict of paths, so that neither nnx nor our weight types need b
 """
 
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,15 +19,15 @@ import jax.numpy as jnp
 
 from trillion_moe.blueprint import Segment, numbered
 from trillion_moe.checkpoint.atomic import new_folder, write_text
+from trillion_moe.checkpoint.checksums import checksums
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.names import tree_leaves
 from trillion_moe.checkpoint.save import copy_files
 from trillion_moe.config import ModelConfig
-from trillion_moe.distributed import whole
 from trillion_moe.sharding import Layout, cut_for, shardings
 from trillion_moe.weights import ARRANGED, MXFP4, LoRA, PackedLayout, is_arranged, matrix_shape
 
-MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 3"
+MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 4"
 STORABLE = ("float32", "bfloat16", "float16", "float64", "int32", "uint8")
 Tree = TypeVar("Tree")
 
@@ -48,7 +47,8 @@ def save_orbax(folder: str | Path, model: Any, *, beside: Sequence[Path] = ()) -
     leaves, _ = tree_leaves(model)
     arrays: dict[str, jax.Array] = {}
     kinds = {path: _take_apart(path, leaf, arrays) for path, leaf in leaves}
-    checked = {path: (str(a.dtype), a.shape, checksum(a)) for path, a in arrays.items()}
+    sums = checksums(arrays)
+    checked = {path: (str(a.dtype), a.shape, sums[path]) for path, a in arrays.items()}
     about = asdict(About(FORMAT, model.dtype, model.plan, kinds, checked))
     with new_folder(folder) as temporary:
         copy_files(beside, temporary)
@@ -156,14 +156,10 @@ def _restore(folder: Path, target: dict[str, jax.ShapeDtypeStruct], sums: dict[s
             found = checkpointer.restore(folder / ARRAYS, target)
     except Exception as error:  # Orbax raises many kinds for an incomplete folder
         raise CheckpointError(folder, [f"Orbax cannot restore the arrays: {type(error).__name__}: {error}"]) from error
-    if damaged := [path for path, was in sums.items() if checksum(found[path]) != was]:
+    sums_found = checksums(found)
+    if damaged := [path for path, was in sums.items() if sums_found[path] != was]:
         raise CheckpointError(folder, [f"{path}: its bytes are not those that were saved" for path in damaged])
     return found
-
-
-def checksum(array: jax.Array) -> int:
-    """CRC-32 of an array's bytes: the store itself does not notice values that changed on disk."""
-    return zlib.crc32(whole(array).tobytes())
 
 
 # --- model.json ------------------------------------------------------------------------------------------------------
@@ -216,8 +212,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class About:
-    """What model.json says. arrays: dtype, shape and
-    CRC-32 by name."""
+    """What model.json says. arrays: dtype, shape and checksum by name."""
 
     format: str
     dtype: Literal["float32", "bfloat16", "float16", "float64"]

@@ -8,7 +8,6 @@ A checkpoint is verified by reading it back before an older one is removed.
 
 import json
 import shutil
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,13 @@ import jax
 
 from trillion_moe.blueprint import Segment
 from trillion_moe.checkpoint.atomic import new_folder, write_text
+from trillion_moe.checkpoint.checksums import checksums
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.shared_disk import check_seen
-from trillion_moe.distributed import current, whole
+from trillion_moe.distributed import current
 
 FOLDER, ARRAYS, STATE = "checkpoints", "arrays", "state.json"
-SUMS = "crc32"  # in the state: of the bytes of every array, which Orbax does not check
+SUMS = "checksums"  # in the state: of every array, which Orbax does not check
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def save(output: Path, arrays: Any, state: Mapping[str, Any], *, keep: int, best
     if processes.first:
         _remove_unfinished(output)
     by_path = _by_path(arrays)
-    state = {**state, SUMS: _checksums(by_path)}
+    state = {**state, SUMS: checksums(by_path)}
     folder = output / FOLDER / f"{state['step']:08d}"
     with new_folder(folder) as temporary:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -103,7 +103,7 @@ def restore(saved: Saved, like: Any) -> Any:
             arrays = checkpointer.restore((saved.folder / ARRAYS).absolute(), target)
     except Exception as error:  # Orbax raises many kinds for an incomplete folder
         raise CheckpointError(saved.folder, [f"Orbax cannot restore: {type(error).__name__}: {error}"]) from error
-    sums = _checksums(arrays)
+    sums = checksums(arrays)
     if spoilt := [path for path in paths if sums[path] != saved.state[SUMS][path]]:
         raise CheckpointError(saved.folder, [f"{path} has other values than were saved" for path in spoilt])
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in paths])
@@ -139,7 +139,3 @@ def _remove_unfinished(output: Path) -> None:
 
 def _by_path(tree: Any) -> dict[str, jax.Array]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-
-
-def _checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    return {path: zlib.crc32(whole(array).tobytes()) for path, array in arrays.items()}
