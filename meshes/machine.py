@@ -167,6 +167,19 @@ def machine(name: str) -> Machine:
     return importlib.import_module(f"trillion_moe.meshes.{name}").MESH
 
 
+def mesh_of(text: str) -> str | dict[str, int]:
+    """What `--mesh` says: a machine's name or file as it is, ``ep=4,tp=2`` as sizes of axes. Raises LayoutError."""
+    if "=" not in text or text.endswith(".py"):
+        return text
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if not size.isdecimal() or axis in sizes:
+            raise LayoutError(f"--mesh {text}: {part!r} is not legal, each axis is named once as in ep=4,tp=2")
+        sizes[axis] = int(size)
+    return sizes
+
+
 def layout_of(mesh: str | Mapping[str, int] | Layout) -> Layout:
     """The layout that a machine's name, a machine's file or sizes of mesh axes mean here. Raises LayoutError."""
     match mesh:

@@ -15,7 +15,7 @@ from trillion_moe import aot
 from trillion_moe.config import ModelConfig
 from trillion_moe.meshes import machine as module
 from trillion_moe.meshes.chips import CHIPS, KNOWN, TERA, Gpu, Tpu
-from trillion_moe.meshes.machine import ICI, Link, Machine, Tier, compiled_for, machine, machines
+from trillion_moe.meshes.machine import ICI, Link, Machine, Tier, compiled_for, machine, machines, mesh_of
 from trillion_moe.model import Model
 from trillion_moe.sharding import AXES, Layout, LayoutError, shardings
 
@@ -173,6 +173,12 @@ def row(name: str) -> str:
 def test_the_readme_lists_the_machines():
     expected = [row(name) for name in sorted(NAMES, key=lambda n: [int(p) if p.isdigit() else p for p in split(n)])]
     assert [line for line in README.read_text().splitlines() if re.match(r"\| \w+ \| \d", line)] == expected
+
+
+def test_what_a_flag_says() -> None:
+    assert mesh_of("ep=4,tp=2") == {"ep": 4, "tp": 2}
+    assert mesh_of("h200x16") == "h200x16"
+    assert mesh_of("some=where/mine.py") == "some=where/mine.py"
 
 
 def test_the_readmes_own_machine(tmp_path):

@@ -2,7 +2,7 @@
 # Several processes on this host as one run. Of CPUs each makes its own devices; of accelerators each takes all it sees,
 # unless JAX_LOCAL_DEVICE_IDS or the like says which:
 #
-#     JAX_NUM_CPU_DEVICES=4 configs/launch/local.sh 2 trillion-moe train --config lora --set 'mesh={"fsdp": 8}' ...
+#     JAX_NUM_CPU_DEVICES=4 configs/launch/local.sh 2 trillion-moe train --config lora --mesh fsdp=8 ...
 #
 # TERM and INT go on to all of them. Ends with the first code that is not 0.
 set -euo pipefail

@@ -2,7 +2,7 @@
 # One process for each GPU of some nodes; JAX finds its number, its GPU and process 0 from what srun sets. Give what
 # `trillion-moe train` takes, on a disk that all nodes share:
 #
-#     sbatch --nodes 2 configs/launch/slurm.sh --config kimi_k3_lora --set mesh=h200x16 --model K3 --data rows.jsonl \
+#     sbatch --nodes 2 configs/launch/slurm.sh --config kimi_k3_lora --mesh h200x16 --model K3 --data rows.jsonl \
 #         --output /shared/run
 #
 # Each process reads of the model what its GPU has, so eight on a node need no more of the host than one would.

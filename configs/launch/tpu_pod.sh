@@ -2,7 +2,7 @@
 # One process for each host of a TPU slice; JAX finds the hosts from the slice's own metadata. Give what
 # `trillion-moe train` takes; the output lies on a disk that all hosts share (Filestore, or a bucket with gcsfuse):
 #
-#     TPU=my-slice ZONE=us-east5-a configs/launch/tpu_pod.sh --config kimi_k3_lora --set mesh=v5p_32 --model K3 \
+#     TPU=my-slice ZONE=us-east5-a configs/launch/tpu_pod.sh --config kimi_k3_lora --mesh v5p_32 --model K3 \
 #         --data rows.jsonl --output /mnt/shared/run
 set -euo pipefail
 

@@ -25,6 +25,7 @@ from trillion_moe.data.rows import DataError
 from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.distributed import ProcessesError, add_place_flags, join, place_flags, report
 from trillion_moe.generate import command
+from trillion_moe.meshes.machine import mesh_of
 from trillion_moe.ops import using
 from trillion_moe.plan import command as plan_command
 from trillion_moe.profile import ProfileError
@@ -215,7 +216,7 @@ def _generate(args: argparse.Namespace) -> int:
     command.check(args)
     if args.operators is not None:
         read_operators(args.operators)  # what is no such file is found before the weights are read
-    model = api.load(args.folder, dtype=args.dtype)
+    model = api.load(args.folder, dtype=args.dtype, mesh=None if args.mesh is None else mesh_of(args.mesh))
     with _verified(args, model.config, model.dtype):
         return command.run(args, model if args.adapter is None else api.load_adapter(model, args.adapter))
 

@@ -21,7 +21,7 @@ from trillion_moe.distributed import Place, Processes, ProcessesError
 from trillion_moe.layers.segments import depth_plan
 from trillion_moe.model import Model
 from trillion_moe.profile import step, timing
-from trillion_moe.profile.command import KEY, parsed, run
+from trillion_moe.profile.command import KEY, run
 from trillion_moe.stamp import Stamp
 
 ONE = {
@@ -223,12 +223,6 @@ def test_processes_that_would_measure_something_else() -> None:
         other, args.mesh = {}, "ep=4"
         with pytest.raises(tm.LayoutError, match=r"the mesh has 4 device\(s\), the 2 processes have 8"):
             run(args)
-
-
-def test_meshes() -> None:
-    assert parsed("ep=4,tp=2") == {"ep": 4, "tp": 2}
-    assert parsed("h200x16") == "h200x16"
-    assert parsed("some=where/mine.py") == "some=where/mine.py"
 
 
 def test_the_config_is_enough(model) -> None:

@@ -195,4 +195,4 @@ def never(*_, **__):
 
 
 def arguments(file: Path) -> Namespace:
-    return Namespace(config=str(file), data=None, model=None, output=None, set=[], dry_run=False, quiet=True)
+    return Namespace(config=str(file), data=None, model=None, output=None, mesh=None, set=[], dry_run=False, quiet=True)

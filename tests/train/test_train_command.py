@@ -143,9 +143,22 @@ def test_a_mesh_by_flag(run, tmp_path, monkeypatch) -> None:
         raise AssertionError("weights are read")
 
     monkeypatch.setattr("trillion_moe.api.load", read)
-    code, _, err = run("--set", 'mesh={"dp": 4}', "--output", tmp_path / "2", "--dry-run")
+    code, _, err = run("--mesh", "dp=4", "--output", tmp_path / "2", "--dry-run")
     assert code == 1
     assert "2 rows cannot be cut over dp 4: legal are multiples of 4" in err
+
+
+def test_a_dry_run_over_a_mesh(run, folder) -> None:
+    """What a device holds, beside what it is found to hold of the model."""
+    code, said, _ = run("--mesh", "ep=2,cp=2", "--set", "train.batch_size=null", "--dry-run")
+    assert code == 0
+    lines = {" ".join(line.split()) for line in said.splitlines()}
+    assert "over ep 2 x cp 2: 4 devices, tokens to experts replicated, in one chunk" in lines
+    leaves = jax.tree.leaves(tm.load(folder, mesh={"ep": 2, "cp": 2}))
+    total = sum(leaf.size for leaf in leaves)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    assert 2 * total < held < 4 * total
+    assert f"frozen {total:,} numbers {4 * total:,} bytes {held:,} on a device" in lines
 
 
 def test_an_output_that_cannot_be_written(run, tmp_path) -> None:

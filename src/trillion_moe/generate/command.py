@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
     out = parser.add_argument_group("the rest")
     out.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="as stored by default")
+    out.add_argument(
+        "--mesh",
+        metavar="NAME | FILE.py | AXIS=SIZE,...",
+        help="over several devices: a machine, or sizes of mesh axes",
+    )
     out.add_argument("--json", action="store_true", help="print one JSON object a prompt, as --input always does")
     out.add_argument("--output", type=Path, metavar="FILE.jsonl", help="for --input, written whole or not at all")
     out.add_argument("--batch-size", type=int, default=BATCH, help=f"prompts of --input at a time; {BATCH} by default")

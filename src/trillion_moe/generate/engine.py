@@ -1,8 +1,8 @@
 """Batches of prompts through prefill and decoding, compiled for few shapes.
 
 Shapes are rounded up, so that few are compiled: prompts, caches and image rows to a power of two of at least 64, the
-number of rows and of end tokens to a power of two. Rows, positions and image rows that are added hold nothing and are
-never dispatched.
+number of rows and of end tokens to a power of two, rows over a mesh to a multiple of what it cuts them into. Rows,
+positions and image rows that are added hold nothing and are never dispatched.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from trillion_moe.inputs import Images, InputError, check_inputs, check_tokens
 from trillion_moe.layers.vision import Features, ImageBatch
 from trillion_moe.model import Caches, Model, bucket, grow, image_features, init_caches
 from trillion_moe.sampling import Sampler, SamplingConfig
+from trillion_moe.sharding import BATCH
 from trillion_moe.steps import Decoding, decode_steps, prefill_step
 
 STEPS = 16  # tokens decoded at most between two looks at them
@@ -85,7 +86,7 @@ def start(
 
     barred: ids that are never chosen.
     """
-    rows = _round(len(prompts))
+    rows = _rows(model, len(prompts))
     held = max((len(ids) for ids in before or ()), default=0)
     needed = held + prompts.longest + max(max_new_tokens) - 1  # the last new token is never entered
     if caches is None:
@@ -126,6 +127,12 @@ def _features(model: Model, images: ImageBatch | None) -> Features | None:
         return None
     count = len(found.rows)
     return Features(jnp.pad(found.rows, ((0, bucket(count) - count), (0, 0))), jnp.int32(count))
+
+
+def _rows(model: Model, count: int) -> int:
+    """How many are computed for so many prompts: over a mesh as many on every device."""
+    parts = 1 if model.layout is None else model.layout.size(*BATCH)
+    return -(-_round(count) // parts) * parts
 
 
 def _round(count: int) -> int:

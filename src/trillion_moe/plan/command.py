@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     compiler = COMPILERS[type(compiled_for(mesh))]
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is taken
+    print(f"compiling {args.config} for {mesh.name}: minutes, for a model of many layers", file=sys.stderr, flush=True)
     began = time.perf_counter()
     compiled = compile_step(config, mesh)
     seconds = time.perf_counter() - began

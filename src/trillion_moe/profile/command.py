@@ -12,7 +12,7 @@ import jax
 
 from trillion_moe.config import ModelConfig
 from trillion_moe.distributed import add_place_flags, current
-from trillion_moe.meshes.machine import Machine, Tier, layout_of, machine
+from trillion_moe.meshes.machine import Machine, Tier, layout_of, machine, mesh_of
 from trillion_moe.profile import collectives, step
 from trillion_moe.profile.collectives import Row, Unavailable
 from trillion_moe.profile.errors import ProfileError
@@ -126,7 +126,7 @@ def checked(args: argparse.Namespace) -> Task:
     if args.repeats is not None and args.repeats < 1:
         raise ProfileError(f"--repeats {args.repeats}: legal is at least 1")
     config = None if args.config is None else load_run_config(args.config, args.set)
-    over = parsed(args.mesh) if args.mesh is not None else config.mesh if config is not None else None
+    over = mesh_of(args.mesh) if args.mesh is not None else config.mesh if config is not None else None
     mesh = machine(over) if isinstance(over, str) else None
     layout = None if over is None else layout_of(over)
     sizes = None
@@ -134,19 +134,6 @@ def checked(args: argparse.Namespace) -> Task:
         sizes = collectives.default_sizes(layout) if args.sizes is None else _sizes(args.sizes)
         collectives.check(layout, sizes)
     return Task(mesh, layout, sizes, config, None if config is None else step.check(config, layout))
-
-
-def parsed(mesh: str) -> str | dict[str, int]:
-    """A machine's name or file as it is, sizes of mesh axes as such."""
-    if "=" not in mesh or mesh.endswith(".py"):
-        return mesh
-    sizes: dict[str, int] = {}
-    for part in mesh.split(","):
-        axis, _, size = part.partition("=")
-        if not size.isdecimal() or axis in sizes:
-            raise ProfileError(f"--mesh {mesh}: {part!r} is not legal, each axis is named once as in ep=4,tp=2")
-        sizes[axis] = int(size)
-    return sizes
 
 
 def _sizes(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 import zlib
@@ -24,10 +25,11 @@ from trillion_moe.data.report import decode_marked, statistics
 from trillion_moe.data.rows import DataError, read_rows
 from trillion_moe.distributed import Processes, add_place_flags, current
 from trillion_moe.layers.segments import stages_of
-from trillion_moe.meshes.machine import layout_of
+from trillion_moe.meshes.machine import layout_of, mesh_of
 from trillion_moe.model import Model
 from trillion_moe.programs import check_processes, checked, rows_of_a_pass
 from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
+from trillion_moe.sharding import Layout
 from trillion_moe.train.report import picture
 from trillion_moe.train.trainer import Trainer, check_rows, count_updates, flat
 from trillion_moe.transforms import add_lora, count_by_group, partition
@@ -43,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="FILE.jsonl", help="the same as --set data=FILE.jsonl")
     parser.add_argument("--model", metavar="FOLDER", help="the same as --set model=FOLDER")
     parser.add_argument("--output", metavar="FOLDER", help="the same as --set output=FOLDER")
+    parser.add_argument(
+        "--mesh", metavar="NAME | FILE.py | AXIS=SIZE,...", help="as --set mesh: a machine, or sizes of mesh axes"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="FIELD.FIELD=VALUE", help="may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="check all of it, print what would be done, and end")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -51,8 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def configuration(args: argparse.Namespace) -> RunConfig:
     given = {name: getattr(args, name) for name in ("data", "model", "output")}
-    paths = [f"{name}={json.dumps(path)}" for name, path in given.items() if path is not None]
-    config = load_run_config(args.config, [*paths, *args.set])
+    flags = given | {"mesh": None if args.mesh is None else mesh_of(args.mesh)}
+    settings = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
+    config = load_run_config(args.config, [*settings, *args.set])
     if missing := [name for name in given if not getattr(config, name)]:
         raise RunConfigError(f"{args.config} does not say {' and '.join(missing)}: give --{' --'.join(missing)}")
     return config
@@ -160,10 +166,13 @@ def _adapted(model: Model, config: RunConfig) -> Model:
 def _describe(model: Model, config: RunConfig, train: Examples, processor: Processor) -> None:
     """What the run would do, on standard output: configuration, parameters and bytes, the first examples."""
     print(to_json(config), end="")
+    if model.layout is not None:
+        print(_over(model.layout))
     trainable, frozen = (jax.tree.leaves(part) for part in partition(model, trainable=_what(config)))
     held = {"trainable": trainable, "frozen": frozen, "optimizer (two moments)": [*trainable, *trainable]}
     for name, arrays in held.items():
-        print(f"{name:24} {sum(a.size for a in arrays):16,} numbers {sum(a.nbytes for a in arrays):16,} bytes")
+        line = f"{name:24} {sum(a.size for a in arrays):16,} numbers {sum(a.nbytes for a in arrays):16,} bytes"
+        print(line if model.layout is None else f"{line} {sum(map(_on_a_device, arrays)):16,} on a device")
     if config.lora is None:
         for group, count in _sizes(model).items():
             print(f"of {group:21} {count:16,} numbers")
@@ -176,6 +185,19 @@ def _describe(model: Model, config: RunConfig, train: Examples, processor: Proce
     for example in train.items[:SHOWN]:
         print(f"\n--- line {example.line}: {int(example.mask.sum()):,} of {len(example.ids):,} tokens supervised")
         print(decode_marked(example, processor.tokenizer))
+
+
+def _over(layout: Layout) -> str:
+    axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
+    parts = "in one chunk" if layout.chunks == 1 else f"in {layout.chunks} chunks"
+    return (
+        f"over {axes or 'one axis of 1'}: {layout.mesh.size:,} devices, tokens to experts {layout.transport}, {parts}"
+    )
+
+
+def _on_a_device(array: jax.Array) -> int:
+    """Bytes."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def _sizes(model: Model) -> Counter[str]:
