@@ -17,10 +17,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pytest
+from tests.tiny import text_checkpoint
 from tests.train.test_trainer import arrays
 
 import trillion_moe as tm
+from trillion_moe.cli import main
+from trillion_moe.data.examples import DataConfig
 from trillion_moe.distributed import Place, Processes, ProcessesError
 from trillion_moe.programs import check_processes
 from trillion_moe.run_config import to_json
@@ -266,6 +270,38 @@ def test_a_run_over_four_processes(written, config, trainer, adapted, tmp_path, 
         np.testing.assert_allclose(found[name], array, rtol=1e-2, atol=1e-5, err_msg=name)
     (line,), (was,) = updates(output), updates(Path(one.output))
     np.testing.assert_allclose(line["loss"], was["loss"], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_pictures_over_two_processes(config, tmp_path, cache) -> None:
+    """A pass with pictures of two sizes, then one in which a process has none: as one process does it."""
+    content = [[{"type": "text", "text": "What is it?"}] for _ in range(4)]
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 256, (20, 20 + 10 * i, 3), np.uint8)
+        PIL.Image.fromarray(pixels).save(tmp_path / f"{i}.png")
+        content[i].insert(0, {"type": "image_url", "image_url": {"url": f"{i}.png"}})
+    rows = [{"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": "A."}]} for one in content]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = config(
+        model=str(text_checkpoint(tmp_path / "model")), mesh={"dp": 2}, examples=DataConfig(thinking=False),
+        lora=tm.LoRAConfig(rank=2), train={"accumulate": 1, "epochs": 1, "dropout": 0.0},
+    )  # fmt: skip
+    (tmp_path / "run.json").write_text(to_json(settings))
+    flags = ["--config", str(tmp_path / "run.json"), "--output"]
+    environ = os.environ | cache | {"JAX_NUM_CPU_DEVICES": "1"}
+    command = [LOCAL, "2", *TRAIN, *flags, str(tmp_path / "two")]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert ended.returncode == 0, ended.stderr
+    assert main(["train", "--quiet", *flags, str(tmp_path / "one")]) == 0
+    both = [updates(tmp_path / name) for name in ("two", "one")]
+    assert [line["step"] for line in both[0]] == [1, 2]
+    for line, was in zip(*both, strict=True):
+        np.testing.assert_allclose(line["loss"], was["loss"], rtol=1e-4)
+    two, one = (
+        arrays(tm.load_adapter(tm.load(settings.model), tmp_path / name / "adapter")) for name in ("two", "one")
+    )
+    for name, array in one.items():
+        np.testing.assert_allclose(two[name], array, rtol=1e-2, atol=1e-5, err_msg=name)
 
 
 SAVE = """

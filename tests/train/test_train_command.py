@@ -153,7 +153,7 @@ def test_a_dry_run_over_a_mesh(run, folder) -> None:
     code, said, _ = run("--mesh", "ep=2,cp=2", "--set", "train.batch_size=null", "--dry-run")
     assert code == 0
     lines = {" ".join(line.split()) for line in said.splitlines()}
-    assert "over ep 2 x cp 2: 4 devices, tokens to experts replicated, in one chunk" in lines
+    assert "over ep 2 x cp 2: 4 device(s), tokens to experts replicated, in one chunk" in lines
     leaves = jax.tree.leaves(tm.load(folder, mesh={"ep": 2, "cp": 2}))
     total = sum(leaf.size for leaf in leaves)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
