@@ -56,7 +56,7 @@ def runs_of(cfg, stages: int, virtual: int = 1) -> list[list[int]]:
 
 @pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (2, 2), (3, 4), (8, 3)])
 def test_stages_are_all_layers_of_kimi_k3_in_order(stages: int, virtual: int) -> None:
-    """93 layers over 4 stages: in a known trainer the last three were never run, and nothing said so."""
+    """fault 119: 93 layers over 4 stages: in a known trainer the last three were never run, and nothing said so."""
     cfg = tm.ModelConfig.from_file(K3)
     runs = runs_of(cfg, stages, virtual)
     assert [n for run in runs for n in run] == list(range(93))
@@ -156,6 +156,7 @@ SLOW = [
     ],
 )
 def test_over_stages_as_on_one_device(name: str, sizes: dict[str, int], options: dict) -> None:
+    """fault 121 among them: two runs of layers a stage."""
     assert_as_on_one_device(name, Layout.make(sizes, **options))
 
 

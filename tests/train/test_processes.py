@@ -141,8 +141,8 @@ def child(kind: str, count: int) -> list[list[str]]:
     [(3, 0, signal.SIGKILL), (2, 1, signal.SIGKILL), (2, 0, signal.SIGSTOP), (2, 1, signal.SIGSTOP)],
 )
 def test_one_that_is_gone_ends_the_others(job, count: int, victim: int, number: int) -> None:
-    """And they name it: killed or, where nothing comes for 4 s here (60 s by default), stopped; process 0 too, without
-    which JAX itself aborts before Python can say a word."""
+    """fault 41: and they name it: killed or, where nothing comes for 4 s here (60 s by default), stopped; process 0
+    too, without which JAX itself aborts before Python can say a word."""
     run = job(child("long", count), 1)
     run.until(lambda: all("step 3" in run.said(i) for i in range(count)))
     began = time.monotonic()
