@@ -67,11 +67,11 @@ def test_the_checkpoint_that_process_0_finds_is_waited_for(two_saved, trainer) -
         run = trainer(two_saved)
         timer.join()
         assert (run.step, run.best_step) == (2, 1)
+        assert {float(a.max()) for a in jax.tree.leaves(run.trainable)} == {2.0}
         timer = comes_late(folder / "00000001", 0.3)
         result = run.run(quiet=True)
         timer.join()
     assert result.step == 1
-    assert {float(a.max()) for a in jax.tree.leaves(run.trainable)} == {2.0}
 
 
 def test_a_checkpoint_that_only_process_1_finds_is_not_taken(two_saved, trainer) -> None:

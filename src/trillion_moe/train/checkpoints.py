@@ -7,8 +7,9 @@ A checkpoint is verified by reading it back before an older one is removed.
 """
 
 import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from trillion_moe.checkpoint.shared_disk import check_seen
 from trillion_moe.distributed import current
 
 FOLDER, ARRAYS, STATE = "checkpoints", "arrays", "state.json"
+AT_ONCE = 1 << 30  # bytes of a device, read together
 SUMS = "checksums"  # in the state: of every array, which Orbax does not check
 
 
@@ -55,7 +57,8 @@ def save(output: Path, arrays: Any, state: Mapping[str, Any], *, keep: int, best
         write_text(temporary / STATE, json.dumps(state, indent=1) + "\n")
     saved = Saved(folder, state)
     check_seen(folder / STATE)  # who does not see it would leave the others waiting inside of Orbax
-    restore(saved, arrays)
+    for _ in _parts(saved, by_path):
+        pass
     processes.wait("checkpoint read back")
     for old in found(output)[:-keep] if processes.first else ():
         if old.step != best:
@@ -91,22 +94,56 @@ def agreed(output: Path, step: int | None = None) -> Saved | None:
     return Saved(folder, _state(folder))
 
 
-def restore(saved: Saved, like: Any) -> Any:
-    """The arrays of a checkpoint, in the tree of `like`, bit for bit. CheckpointError if they do not fit it, or are not
-    what was saved."""
+def restore(saved: Saved, into: Any) -> Any:
+    """The arrays of a checkpoint, in the tree of `into` and where its arrays lie, bit for bit. They take the place of
+    those, which are given up one after the other, so that no device holds both.
+
+    Raises CheckpointError if they do not fit, or are not what was saved.
+    """
+    paths, found = _by_path(into), {}
+    for part in _parts(saved, paths):
+        for path in part:
+            paths[path].delete()
+        found |= part
+    return jax.tree.unflatten(jax.tree.structure(into), [found[path] for path in paths])
+
+
+def _parts(saved: Saved, like: Mapping[str, jax.Array]) -> Iterator[dict[str, jax.Array]]:
+    """The arrays of a checkpoint that lie as these do, checked, as many at a time as AT_ONCE allows, or else one."""
+    sums = saved.state[SUMS]
+    if odd := sorted(sums.keys() ^ like.keys()):
+        what = [f"{path} is not in the {'run' if path in sums else 'checkpoint'}" for path in odd]
+        raise CheckpointError(saved.folder, what)
+    group: list[str] = []
+    room = AT_ONCE
+    for path, array in like.items():
+        size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        if group and size > room:
+            yield _read(saved, {path: like[path] for path in group})
+            group, room = [], AT_ONCE
+        group.append(path)
+        room -= size
+    yield _read(saved, {path: like[path] for path in group})
+
+
+def _read(saved: Saved, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     import orbax.checkpoint as ocp
 
-    paths = _by_path(like)
-    target = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for path, a in paths.items()}
+    target = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for path, a in like.items()}
+    wanted = ocp.args.PyTreeRestore(
+        target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
+    )
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            arrays = checkpointer.restore((saved.folder / ARRAYS).absolute(), target)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            found = checkpointer.restore((saved.folder / ARRAYS).absolute(), args=wanted)
     except Exception as error:  # Orbax raises many kinds for an incomplete folder
         raise CheckpointError(saved.folder, [f"Orbax cannot restore: {type(error).__name__}: {error}"]) from error
-    sums = checksums(arrays)
-    if spoilt := [path for path in paths if sums[path] != saved.state[SUMS][path]]:
+    if lost := [path for path, array in found.items() if not isinstance(array, jax.Array)]:
+        raise CheckpointError(saved.folder, [f"Orbax has no {path}" for path in lost])
+    now = checksums(found)
+    if spoilt := [path for path in found if now[path] != saved.state[SUMS][path]]:
         raise CheckpointError(saved.folder, [f"{path} has other values than were saved" for path in spoilt])
-    return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in paths])
+    return found
 
 
 def depth(saved: Saved) -> tuple[Segment, ...]:

@@ -190,9 +190,7 @@ def _describe(model: Model, config: RunConfig, train: Examples, processor: Proce
 def _over(layout: Layout) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
     parts = "in one chunk" if layout.chunks == 1 else f"in {layout.chunks} chunks"
-    return (
-        f"over {axes or 'one axis of 1'}: {layout.mesh.size:,} devices, tokens to experts {layout.transport}, {parts}"
-    )
+    return f"over {axes or 'no axis'}: {layout.mesh.size:,} device(s), tokens to experts {layout.transport}, {parts}"
 
 
 def _on_a_device(array: jax.Array) -> int:

@@ -58,7 +58,7 @@ Pass = tuple[list[int], jax.Array]
 
 class Trainer:
     """One run over a model that has its adapters already. It begins where the latest checkpoint in the output ended.
-    The model's trained arrays are given up: updates take their memory.
+    The model's trained arrays, router biases that are balanced too, are given up: updates take their memory.
 
     Raises: RunConfigError for an output that holds a run of another configuration, and for an eps that is 0 in a dtype
         that is trained; CheckpointError for a latest checkpoint that cannot be restored.
