@@ -174,7 +174,7 @@ def mesh_of(text: str) -> str | dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if not size.isdecimal() or axis in sizes:
+        if not (size.isascii() and size.isdecimal() and len(size) < 10) or axis in sizes:
             raise LayoutError(f"--mesh {text}: {part!r} is not legal, each axis is named once as in ep=4,tp=2")
         sizes[axis] = int(size)
     return sizes

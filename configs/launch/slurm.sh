@@ -18,5 +18,8 @@
 #SBATCH --signal=TERM@300
 set -euo pipefail
 
+# Between GPUs whose processes all live NCCL waits for ever; so long, and XLA ends the process, which ends the others.
+export XLA_FLAGS="--xla_gpu_nccl_termination_timeout_seconds=600 ${XLA_FLAGS:-}"
+
 # --kill-on-bad-exit: what our own processes do not end, srun does.
 srun --kill-on-bad-exit=1 --wait=60 trillion-moe train "$@"

@@ -25,12 +25,13 @@ from trillion_moe.data.rows import DataError
 from trillion_moe.data.tokenizer import TokenizerError
 from trillion_moe.distributed import ProcessesError, add_place_flags, join, place_flags, report
 from trillion_moe.generate import command
-from trillion_moe.meshes.machine import mesh_of
+from trillion_moe.meshes.machine import layout_of, mesh_of
 from trillion_moe.ops import using
 from trillion_moe.plan import command as plan_command
 from trillion_moe.profile import ProfileError
 from trillion_moe.profile import command as profile_command
 from trillion_moe.run_config import RunConfigError, load_run_config
+from trillion_moe.sharding import check_caches
 from trillion_moe.stamp import OutputError
 from trillion_moe.train import command as train_command
 from trillion_moe.transforms import merge_report
@@ -216,7 +217,9 @@ def _generate(args: argparse.Namespace) -> int:
     command.check(args)
     if args.operators is not None:
         read_operators(args.operators)  # what is no such file is found before the weights are read
-    model = api.load(args.folder, dtype=args.dtype, mesh=None if args.mesh is None else mesh_of(args.mesh))
+    layout = None if args.mesh is None else layout_of(mesh_of(args.mesh))
+    check_caches(layout)
+    model = api.load(args.folder, dtype=args.dtype, mesh=layout)
     with _verified(args, model.config, model.dtype):
         return command.run(args, model if args.adapter is None else api.load_adapter(model, args.adapter))
 

@@ -27,7 +27,7 @@ from trillion_moe.layers.segments import Plan, check_plan, depth_plan, layer_pla
 from trillion_moe.layers.vision import Features, ImageBatch, Projector, VisionTower, splice
 from trillion_moe.layers.vocabulary import cross_entropy, look_up
 from trillion_moe.ops import accumulator, dot
-from trillion_moe.sharding import Layout, LayoutError, check_batch, pin
+from trillion_moe.sharding import Layout, LayoutError, check_batch, check_caches, pin
 from trillion_moe.weights import Weight
 
 
@@ -196,8 +196,10 @@ def _on_stages(
 
 def _over_stages(model: Model, x_RTD, segments_RT, caches, tracing: bool):
     """`trunk`, forwards over the stages of a pipeline."""
-    if caches is not None or tracing:
-        raise LayoutError("over pipeline stages there are neither caches nor traces: legal is a mesh with pp = 1")
+    if tracing:
+        raise LayoutError("over pipeline stages there are no traces: legal is a mesh with pp = 1")
+    if caches is not None:
+        check_caches(model.layout)
     segments_RT = _documents(x_RTD, segments_RT)
     pipe, blocks, grid, first = _on_stages(model, x_RTD, segments_RT)
     mixed_MBTD, aux = pipeline.run(pipe, blocks, grid, model.out_res, first, stages.Tokens(pipe.parted(segments_RT)))
@@ -257,8 +259,7 @@ def _context(shape, segments_BT, caches: Caches | None, layout: Layout | None):
     """Where the new tokens stand, the caches with them entered (layers not yet), and which rows had room."""
     if caches is None:
         return Context(segments_BT, layout=layout), None, None
-    if layout is not None and layout.size("cp") > 1:
-        raise LayoutError(f"a mesh with cp = {layout.size('cp')} cuts sequences, and caches cannot be cut: legal is 1")
+    check_caches(layout)
     if segments_BT is None:
         segments_BT = jnp.broadcast_to(jnp.maximum(caches.segment, 1)[:, None], shape)
     segments_BT = segments_BT.astype(jnp.int32)

@@ -145,9 +145,12 @@ class Layout:
                 raise LayoutError(f"the rule of {name!r} is {self.over(name)}: legal is {' or '.join(map(str, legal))}")
         if self.transport not in TRANSPORTS:
             raise LayoutError(f"no transport {self.transport!r}: legal are {', '.join(TRANSPORTS)}")
+        if not isinstance(self.capacities, (list, tuple)):
+            raise LayoutError(f"capacities = {self.capacities!r}: legal are tuples of numbers, () for none")
         object.__setattr__(self, "capacities", tuple(self.capacities))  # of a file, maybe a list
         for share in (*self.capacities, *(() if self.capacity is None else (self.capacity,))):
-            if self.transport != "all_to_all" or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if self.transport != "all_to_all" or not number or not 0 < share <= 1:
                 raise LayoutError(f"capacity = {share!r}: legal is above 0 up to 1, with 'all_to_all' alone")
         if self.capacities and (
             self.capacity not in self.capacities or list(self.capacities) != sorted(set(self.capacities))
@@ -253,6 +256,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _rules(changed: Mapping[str, Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    if not isinstance(changed, Mapping):
+        raise LayoutError(f"rules are {changed!r}: legal is a dict of logical axes, {{}} for none")
     if odd := sorted(changed.keys() - RULES.keys()):
         raise LayoutError(f"a rule for {odd[0]!r}, which is no logical axis: there are {', '.join(RULES)}")
     for name, axes in changed.items():
@@ -393,6 +398,11 @@ def _divisors(size: int) -> str:
     return ", ".join(str(n) for n in range(1, min(size, 4096) + 1) if size % n == 0)
 
 
+def bytes_on_a_device(tree: Any) -> int:
+    """Of arrays, or of what has a shape, dtype and sharding."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
 def put(array: Any, sharding: NamedSharding) -> jax.Array:
     """An array of the host, whole in every process, onto the devices: each takes its part."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -419,6 +429,14 @@ def check_batch(layout: Layout | None, rows: int, tokens: int, *, least: int = 1
             f"{tokens} tokens a row leave {tokens // layout.size('cp')} on each device along cp: its convolutions need "
             f"at least {least}"
         )
+
+
+def check_caches(layout: Layout | None) -> None:
+    """LayoutError for a mesh over which nothing can be generated."""
+    if layout is not None and layout.size("pp") > 1:
+        raise LayoutError(f"a mesh with pp = {layout.size('pp')} has stages, which have no caches: legal is 1")
+    if layout is not None and layout.size("cp") > 1:
+        raise LayoutError(f"a mesh with cp = {layout.size('cp')} cuts sequences, and caches cannot be cut: legal is 1")
 
 
 def place(model: Any, layout: Layout) -> Any:

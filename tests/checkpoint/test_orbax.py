@@ -76,7 +76,7 @@ def test_half_a_checkpoint(saved, tmp_path) -> None:
 @pytest.mark.filterwarnings("ignore")  # tensorstore leaves futures behind that nobody awaits
 def test_lost_arrays(saved, tmp_path) -> None:
     finding = refused(saved, tmp_path, lambda folder: shutil.rmtree(folder / "arrays/ocdbt.process_0"))
-    assert finding.startswith("Orbax cannot restore the arrays: ")
+    assert finding.startswith("Orbax cannot restore: ")
     gc.collect()
 
 
@@ -155,7 +155,7 @@ def test_values_that_changed_on_disk_are_noticed(tmp_path) -> None:
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 0xFF
     largest.write_bytes(data)
-    with pytest.raises(tm.CheckpointError, match=r"its bytes are not those that were saved|Orbax cannot restore"):
+    with pytest.raises(tm.CheckpointError, match=r"has other values than were saved|Orbax cannot restore"):
         tm.load(tmp_path / "o")
 
 

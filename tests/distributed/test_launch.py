@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def test_slurm(tmp_path: Path) -> None:
         options.append(rest.pop(0))
     assert "--kill-on-bad-exit=1" in options
     assert rest == ["trillion-moe", "train", *FLAGS]
+
+
+def test_xla_knows_the_flag_that_ends_what_hangs_between_gpus() -> None:
+    """It ends a process that is given another."""
+    flag = "--xla_gpu_nccl_termination_timeout_seconds=600"
+    for script in ("slurm.sh", "kubernetes.yaml"):
+        assert flag in (LAUNCH / script).read_text()
+    code = "import jax; jax.jit(lambda x: x)(1)"
+    for flags, known in ((flag, True), ("--xla_gpu_no_such_flag=600", False)):
+        found = subprocess.run([sys.executable, "-c", code], env=os.environ | {"XLA_FLAGS": flags}, capture_output=True)
+        assert (found.returncode == 0) == known, found.stderr
 
 
 def test_tpu_pod(tmp_path: Path) -> None:

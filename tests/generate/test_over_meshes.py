@@ -55,8 +55,11 @@ def test_a_session(speaker) -> None:
     assert talk(tm.place(model, {"ep": 2, "dp": 2})) == talk(model)
 
 
-def test_what_does_not_generate(run) -> None:
+def test_what_does_not_generate(run, monkeypatch) -> None:
+    """Said before weights are read."""
+    monkeypatch.setattr("trillion_moe.api.load", None)
     code, out, err = run("--ids", "5", "--mesh", "cp=2")
     assert (code, out) == (1, "")
     assert "a mesh with cp = 2 cuts sequences, and caches cannot be cut: legal is 1" in err
+    assert "a mesh with pp = 2 has stages, which have no caches: legal is 1" in run("--ids", "5", "--mesh", "pp=2")[2]
     assert "--mesh ep=0x2: 'ep=0x2' is not legal, each axis is named once" in run("--ids", "5", "--mesh", "ep=0x2")[2]

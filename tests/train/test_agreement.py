@@ -19,7 +19,10 @@ from trillion_moe.train import checkpoints, command
 from trillion_moe.train.trainer import flat
 
 ARRAYS = {"weights": jnp.arange(6.0)}
-STATE = {"step": 7, "depth": [], "capacity": None}
+STATE = {
+    "step": 7, "tokens": 0, "best": None, "best_step": None, "stale": 0, "data": {}, "config": {}, "depth": [],
+    "capacity": None,
+}  # fmt: skip
 
 
 class Pair(Processes):
@@ -99,14 +102,14 @@ def test_who_does_not_see_the_checkpoint_is_named(tmp_path, monkeypatch, index: 
 
 
 def test_a_save_is_seen_by_all_before_it_is_read_back(tmp_path, monkeypatch) -> None:
-    def restore(*_):
+    def read(*_):
         raise AssertionError("reads, while the other cannot")
 
     with Pair(0) as alike:
         checkpoints.save(tmp_path, ARRAYS, STATE, keep=1, best=None)
     names = ["name of 00000007 given", "00000007/state.json written", "sight of 00000007/state.json"]
     assert alike.points[-5:] == [*names, "checkpoint read back", "old checkpoints removed"]
-    monkeypatch.setattr(checkpoints, "restore", restore)
+    monkeypatch.setattr(checkpoints, "read", read)
     with (
         Pair(0, sight=False),
         pytest.raises(CheckpointError, match=r"00000008: 1 .*\n.*process 1 \(host b\) does not see"),

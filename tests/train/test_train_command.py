@@ -18,6 +18,7 @@ import pytest
 import trillion_moe as tm
 from trillion_moe.cli import main
 from trillion_moe.run_config import from_json, to_json
+from trillion_moe.train import command
 from trillion_moe.train.report import Report, expert_load, picture, read
 from trillion_moe.transforms.targets import places
 
@@ -153,12 +154,14 @@ def test_a_dry_run_over_a_mesh(run, folder) -> None:
     code, said, _ = run("--mesh", "ep=2,cp=2", "--set", "train.batch_size=null", "--dry-run")
     assert code == 0
     lines = {" ".join(line.split()) for line in said.splitlines()}
-    assert "over ep 2 x cp 2: 4 device(s), tokens to experts replicated, in one chunk" in lines
+    assert "over ep 2 x cp 2: 4 device(s)" in lines
     leaves = jax.tree.leaves(tm.load(folder, mesh={"ep": 2, "cp": 2}))
     total = sum(leaf.size for leaf in leaves)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
     assert 2 * total < held < 4 * total
     assert f"frozen {total:,} numbers {4 * total:,} bytes {held:,} on a device" in lines
+    h200 = dataclasses.replace(tm.Layout.make({"ep": 2}, transport="ragged", chunks=2), wire="float8_e4m3fn")
+    assert command._over(h200) == "over ep 2: 2 device(s), transport ragged, chunks 2, wire float8_e4m3fn"
 
 
 def test_an_output_that_cannot_be_written(run, tmp_path) -> None:

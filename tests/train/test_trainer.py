@@ -12,6 +12,7 @@ from tests.numerics import rel_rms
 
 import trillion_moe as tm
 from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.checkpoint.orbax_arrays import ARRAYS
 from trillion_moe.data.rows import DataError
 from trillion_moe.optimizer import make_optimizer, schedule
 from trillion_moe.run_config import OptimizerConfig, RunConfigError
@@ -314,7 +315,7 @@ def test_what_killed_processes_left_is_passed_over(losses, short, config, monkey
         short(config)
     hidden, half = folder / ".00000003.unfinished-1-a", folder / "00000003"
     for left in (hidden, half):
-        (left / checkpoints.ARRAYS).mkdir(parents=True)
+        (left / ARRAYS).mkdir(parents=True)
     (hidden / checkpoints.STATE).write_text("{")
     assert saved(config) == [2]
     result = short(config)
@@ -340,7 +341,7 @@ def no_state(_, state: Path) -> None:
     [
         (cut, "Orbax cannot restore: "),
         (no_json, "state.json is not JSON: "),
-        (no_state, "state.json is without 'capacity', 'checksums', 'depth', 'step'"),
+        (no_state, "state.json: step: Field required"),
     ],
 )
 def test_a_spoilt_checkpoint_is_refused(losses, short, config, spoil, what) -> None:

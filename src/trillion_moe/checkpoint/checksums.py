@@ -20,8 +20,10 @@ _SPREAD = 0x9E3779B1  # odd: no two numbers below 2**32 have the same product wi
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """By name, below 2**32. A change of any one element changes it, of several all but one time in 2**32. All processes
-    over which arrays lie call this with the same names in the same order."""
+    """By name, below 2**32. A change of one element of up to 32 bits changes it, any other all but one time in 2**32.
+
+    All processes over which arrays lie call this with the same names in the same order.
+    """
     found = {name: _checksum(array, array.sharding) for name, array in arrays.items()}
     return {name: int(whole(one)) for name, one in found.items()}
 
@@ -40,7 +42,8 @@ def _checksum(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def _sum(shard: jax.Array, start: jax.Array) -> jax.Array:
-    """Of a shard whose first element is at `start`. Matrix by matrix: what is not yet summed is of one of them."""
+    """Of a shard whose first element is at `start`. Matrix by matrix, so that there are no 32 bits for every element of
+    the shard; where XLA makes its bits a copy, there are those."""
     bits = _bits(shard)
     lead = max(bits.ndim - 2, 0)
     within = _places(bits.shape[lead:], lead)

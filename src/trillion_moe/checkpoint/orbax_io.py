@@ -19,15 +19,15 @@ import jax.numpy as jnp
 
 from trillion_moe.blueprint import Segment, numbered
 from trillion_moe.checkpoint.atomic import new_folder, write_text
-from trillion_moe.checkpoint.checksums import checksums
 from trillion_moe.checkpoint.errors import CheckpointError
 from trillion_moe.checkpoint.names import tree_leaves
+from trillion_moe.checkpoint.orbax_arrays import ARRAYS, read, write
 from trillion_moe.checkpoint.save import copy_files
 from trillion_moe.config import ModelConfig
 from trillion_moe.sharding import Layout, cut_for, shardings
 from trillion_moe.weights import ARRANGED, MXFP4, LoRA, PackedLayout, is_arranged, matrix_shape
 
-MARKER, ARRAYS, FORMAT = "model.json", "arrays", "trillion_moe orbax 4"
+MARKER, FORMAT = "model.json", "trillion_moe orbax 4"
 STORABLE = ("float32", "bfloat16", "float16", "float64", "int32", "uint8")
 Tree = TypeVar("Tree")
 
@@ -40,21 +40,17 @@ def is_orbax(folder: str | Path) -> bool:
 def save_orbax(folder: str | Path, model: Any, *, beside: Sequence[Path] = ()) -> None:
     """Write a model, whatever its weights are. beside: files to copy along. The folder appears complete
     or not at all, and is never overwritten."""
-    import orbax.checkpoint as ocp
-
     if is_arranged(model):
         raise CheckpointError(folder, [ARRANGED])
     leaves, _ = tree_leaves(model)
     arrays: dict[str, jax.Array] = {}
     kinds = {path: _take_apart(path, leaf, arrays) for path, leaf in leaves}
-    sums = checksums(arrays)
-    checked = {path: (str(a.dtype), a.shape, sums[path]) for path, a in arrays.items()}
-    about = asdict(About(FORMAT, model.dtype, model.plan, kinds, checked))
     with new_folder(folder) as temporary:
         copy_files(beside, temporary)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(temporary / ARRAYS, arrays)
+        sums = write(temporary, arrays)
         write_text(temporary / "config.json", json.dumps(model.config.to_json(), indent=2, ensure_ascii=False) + "\n")
+        checked = {path: (str(a.dtype), a.shape, sums[path]) for path, a in arrays.items()}
+        about = asdict(About(FORMAT, model.dtype, model.plan, kinds, checked))
         write_text(temporary / MARKER, json.dumps(about, indent=1) + "\n")
 
 
@@ -88,7 +84,7 @@ def load_orbax(
     )
     if layout is not None:
         target = _over(layout, treedef.unflatten(weights), target)
-    arrays = _restore(folder, target, {path: was for path, (_, _, was) in about.arrays.items()})
+    arrays = read(folder, target, {path: was for path, (_, _, was) in about.arrays.items()})
     model = treedef.unflatten([about.weights[path].put_together(path, arrays) for path, _ in leaves])
     model.layout = layout
     return model
@@ -146,20 +142,6 @@ def _read_about(folder: Path) -> "About":
     except pydantic.ValidationError as error:
         wrong = [f"{MARKER}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise CheckpointError(folder, wrong) from None
-
-
-def _restore(folder: Path, target: dict[str, jax.ShapeDtypeStruct], sums: dict[str, int]) -> dict[str, jax.Array]:
-    import orbax.checkpoint as ocp
-
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.restore(folder / ARRAYS, target)
-    except Exception as error:  # Orbax raises many kinds for an incomplete folder
-        raise CheckpointError(folder, [f"Orbax cannot restore the arrays: {type(error).__name__}: {error}"]) from error
-    sums_found = checksums(found)
-    if damaged := [path for path, was in sums.items() if sums_found[path] != was]:
-        raise CheckpointError(folder, [f"{path}: its bytes are not those that were saved" for path in damaged])
-    return found
 
 
 # --- model.json ------------------------------------------------------------------------------------------------------

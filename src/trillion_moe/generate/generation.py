@@ -16,6 +16,7 @@ from trillion_moe.generate.session import Session
 from trillion_moe.inputs import Images, InputError
 from trillion_moe.model import Model
 from trillion_moe.sampling import SamplingConfig
+from trillion_moe.sharding import check_caches
 
 
 def generate(
@@ -54,6 +55,7 @@ def generate(
 
     Raises:
         InputError, ChatError, ImageError, TokenizerError: a prompt or setting that does not fit; names it.
+        LayoutError: a model over a mesh with pp or cp.
         FloatingPointError: the logits of every prompt were not finite.
     """
     pieces = stream(
@@ -94,6 +96,7 @@ def stream(
     """
     if session is not None and len(prompts) != 1:
         raise InputError(f"a session holds one conversation, and there are {len(prompts)} prompts")
+    check_caches(model.layout)
     stops = check_limits(max_new_tokens, stop)
     eos = _end_tokens(model, tokenizer) if eos_ids is None else tuple(eos_ids)
     if wrong := [i for i in eos if not 0 <= i < model.config.vocab_size]:

@@ -251,7 +251,7 @@ class Pipe:
 
     def from_one(self, x: jax.Array) -> jax.Array:
         """What one stage has, on all; the others hold zeros."""
-        # Over 16 bits XLA ends a process on CPU, where some mesh axes are its own to cut and others are not.
+        # A psum of a 16-bit dtype ends the process on CPU (XLA) where some mesh axes are manual and others are not.
         wide = x.astype(accumulator(x.dtype)) if self.layout.platform == "cpu" else x
         return lax.psum(wide, "pp").astype(x.dtype)
 

@@ -1,7 +1,6 @@
 """The training step of a run's configuration, compiled ahead of time for a machine, and what its compiler says."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from trillion_moe.optimizer import make_optimizer
 from trillion_moe.plan.collectives import Collective, collectives
 from trillion_moe.programs import checked, gradients, model_config, rows_of_a_pass, update
 from trillion_moe.run_config import RunConfig, RunConfigError
-from trillion_moe.sharding import Layout, check_batch, place, shardings
+from trillion_moe.sharding import Layout, bytes_on_a_device, check_batch, place, shardings
 from trillion_moe.transforms import partition
 
 SHARE = 0.9  # of a device's memory that a step may take: the rest is the runtime's
@@ -73,14 +72,14 @@ def compile_step(config: RunConfig, mesh: Machine) -> Compiled:
     trained, frozen = partition(_model(cfg, config, chip, layout), trainable="all" if config.lora is None else "lora")
     optimizer = make_optimizer(config.optimizer, STEPS)
     state, batch = _state(optimizer, trained, layout), _batch(layout, rows, tokens)
-    held = _bytes((trained, frozen, state, batch))
+    held = bytes_on_a_device((trained, frozen, state, batch))
     static: dict[str, Any] = {"remat": t.remat, "dropout": 0.0, "balance": t.balance}
     one = _compiled(mesh, layout, gradients, held, trained, frozen, batch, jax.random.key(0), **static)
     _, sums = one.lowered.out_info
     # Gradients lie as what is trained.
     two = _compiled(mesh, layout, update, held, optimizer, trained, state, trained, _replicated(sums, layout))
     memories = [program.compiled.memory_analysis() for program in (one, two)]
-    waiting = _bytes(state), _bytes((frozen, batch))
+    waiting = bytes_on_a_device(state), bytes_on_a_device((frozen, batch))
     peak, arguments = max((_peak(m) + w, m.argument_size_in_bytes + w) for m, w in zip(memories, waiting, strict=True))
     return Compiled(
         rows,
@@ -134,11 +133,6 @@ def _peak(memory: Any) -> int:
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     code = memory.generated_code_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes + code
-
-
-def _bytes(tree: Any) -> int:
-    """Of one device."""
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def _batch(layout: Layout, rows: int, tokens: int) -> dict[str, Any]:

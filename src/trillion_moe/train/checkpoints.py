@@ -7,9 +7,9 @@ A checkpoint is verified by reading it back before an older one is removed.
 """
 
 import json
-import math
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ import jax
 
 from trillion_moe.blueprint import Segment
 from trillion_moe.checkpoint.atomic import new_folder, write_text
-from trillion_moe.checkpoint.checksums import checksums
 from trillion_moe.checkpoint.errors import CheckpointError
+from trillion_moe.checkpoint.orbax_arrays import in_parts, read, write
 from trillion_moe.checkpoint.shared_disk import check_seen
 from trillion_moe.distributed import current
 
-FOLDER, ARRAYS, STATE = "checkpoints", "arrays", "state.json"
-AT_ONCE = 1 << 30  # bytes of a device, read together
+FOLDER, STATE = "checkpoints", "state.json"
+NAME, UNFINISHED = re.compile("[0-9]{8,}"), re.compile(r"\.[0-9]{8,}\.unfinished-.*")
 SUMS = "checksums"  # in the state: of every array, which Orbax does not check
 
 
@@ -43,22 +43,17 @@ class Saved:
 def save(output: Path, arrays: Any, state: Mapping[str, Any], *, keep: int, best: int | None) -> Saved:
     """Write the checkpoint of ``state["step"]``, then remove all but the last `keep` and the one of step `best`. All
     processes of a run call this; arrays lie over them, each writes its part."""
-    import orbax.checkpoint as ocp
-
     processes = current()
     if processes.first:
         _remove_unfinished(output)
-    by_path = _by_path(arrays)
-    state = {**state, SUMS: checksums(by_path)}
     folder = output / FOLDER / f"{state['step']:08d}"
     with new_folder(folder) as temporary:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save((temporary / ARRAYS).absolute(), by_path)
+        state = {**state, SUMS: write(temporary, _by_path(arrays))}
         write_text(temporary / STATE, json.dumps(state, indent=1) + "\n")
     saved = Saved(folder, state)
     check_seen(folder / STATE)  # who does not see it would leave the others waiting inside of Orbax
-    for _ in _parts(saved, by_path):
-        pass
+    for part in in_parts(_targets(arrays)):
+        read(folder, part, state[SUMS])
     processes.wait("checkpoint read back")
     for old in found(output)[:-keep] if processes.first else ():
         if old.step != best:
@@ -73,8 +68,8 @@ def found(output: Path) -> list[Saved]:
 
     Raises CheckpointError for a state that cannot be read.
     """
-    folders = sorted((output / FOLDER).glob("[0-9]*")) if (output / FOLDER).is_dir() else []
-    return [Saved(folder, _state(folder)) for folder in folders if (folder / STATE).is_file()]
+    folders = [f for f in _inside(output) if NAME.fullmatch(f.name) and (f / STATE).is_file()]
+    return [Saved(folder, _state(folder)) for folder in sorted(folders, key=lambda f: int(f.name))]
 
 
 def agreed(output: Path, step: int | None = None) -> Saved | None:
@@ -94,56 +89,24 @@ def agreed(output: Path, step: int | None = None) -> Saved | None:
     return Saved(folder, _state(folder))
 
 
-def restore(saved: Saved, into: Any) -> Any:
-    """The arrays of a checkpoint, in the tree of `into` and where its arrays lie, bit for bit. They take the place of
-    those, which are given up one after the other, so that no device holds both.
+def restore(saved: Saved, into: Any, *, part: bool = False) -> Any:
+    """The arrays of a checkpoint in the tree of `into`, and where its leaves lie, bit for bit. part: these are not all
+    that it has.
 
-    Raises CheckpointError if they do not fit, or are not what was saved.
+    What is an array in `into` is given up, in parts, as each has been read: but for one of them no device holds both.
+    Raises CheckpointError if they do not fit, or are not what was saved; of `into` some is then gone.
     """
-    paths, found = _by_path(into), {}
-    for part in _parts(saved, paths):
-        for path in part:
-            paths[path].delete()
-        found |= part
-    return jax.tree.unflatten(jax.tree.structure(into), [found[path] for path in paths])
-
-
-def _parts(saved: Saved, like: Mapping[str, jax.Array]) -> Iterator[dict[str, jax.Array]]:
-    """The arrays of a checkpoint that lie as these do, checked, as many at a time as AT_ONCE allows, or else one."""
+    leaves, targets = _by_path(into), _targets(into)
     sums = saved.state[SUMS]
-    if odd := sorted(sums.keys() ^ like.keys()):
-        what = [f"{path} is not in the {'run' if path in sums else 'checkpoint'}" for path in odd]
-        raise CheckpointError(saved.folder, what)
-    group: list[str] = []
-    room = AT_ONCE
-    for path, array in like.items():
-        size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        if group and size > room:
-            yield _read(saved, {path: like[path] for path in group})
-            group, room = [], AT_ONCE
-        group.append(path)
-        room -= size
-    yield _read(saved, {path: like[path] for path in group})
-
-
-def _read(saved: Saved, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    import orbax.checkpoint as ocp
-
-    target = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for path, a in like.items()}
-    wanted = ocp.args.PyTreeRestore(
-        target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
-    )
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            found = checkpointer.restore((saved.folder / ARRAYS).absolute(), args=wanted)
-    except Exception as error:  # Orbax raises many kinds for an incomplete folder
-        raise CheckpointError(saved.folder, [f"Orbax cannot restore: {type(error).__name__}: {error}"]) from error
-    if lost := [path for path, array in found.items() if not isinstance(array, jax.Array)]:
-        raise CheckpointError(saved.folder, [f"Orbax has no {path}" for path in lost])
-    now = checksums(found)
-    if spoilt := [path for path in found if now[path] != saved.state[SUMS][path]]:
-        raise CheckpointError(saved.folder, [f"{path} has other values than were saved" for path in spoilt])
-    return found
+    odd = targets.keys() - sums.keys() if part else targets.keys() ^ sums.keys()
+    _refuse(saved, [f"{path} is not in the {'run' if path in sums else 'checkpoint'}" for path in sorted(odd)])
+    found: dict[str, jax.Array] = {}
+    for some in in_parts(targets):
+        found |= read(saved.folder, some, sums)
+        for path in some:
+            if isinstance(leaf := leaves[path], jax.Array):
+                leaf.delete()
+    return jax.tree.unflatten(jax.tree.structure(into), [found[path] for path in leaves])
 
 
 def depth(saved: Saved) -> tuple[Segment, ...]:
@@ -156,23 +119,60 @@ def depth(saved: Saved) -> tuple[Segment, ...]:
         raise CheckpointError(saved.folder, [f"{STATE}: depth: {error.errors()[0]['msg']}"]) from None
 
 
+@dataclass(frozen=True)
+class _State:
+    """What is in state.json."""
+
+    step: int
+    tokens: int
+    best: float | None
+    best_step: int | None
+    stale: int
+    data: dict[str, Any]
+    config: dict[str, Any]
+    depth: list[Any]
+    capacity: float | None
+    checksums: dict[str, int]
+
+
 def _state(folder: Path) -> Mapping[str, Any]:
+    import pydantic
+
+    text = (folder / STATE).read_bytes()
     try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except ValueError as error:
+        state = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(folder, [f"{STATE} is not JSON: {error}"]) from None
-    if not isinstance(state, dict) or (missing := {"step", "depth", "capacity", SUMS} - state.keys()):
-        what = "no object" if not isinstance(state, dict) else f"without {', '.join(map(repr, sorted(missing)))}"
-        raise CheckpointError(folder, [f"{STATE} is {what}: no checkpoint of a training run of this version"])
+    try:
+        step = pydantic.TypeAdapter(_State).validate_json(text, strict=True).step
+    except pydantic.ValidationError as error:
+        wrong = [f"{': '.join([STATE, *map(str, e['loc'])])}: {e['msg']}" for e in error.errors()]
+        raise CheckpointError(folder, wrong) from None
+    if step != int(folder.name):
+        raise CheckpointError(folder, [f"{STATE} is of update {step}"])
     return state
 
 
 def _remove_unfinished(output: Path) -> None:
     """What killed processes left of a save or of a removal, hidden or not."""
-    for folder in (output / FOLDER).glob("*") if (output / FOLDER).is_dir() else ():
-        if (folder.is_dir() and not (folder / STATE).is_file()) or ".unfinished-" in folder.name:
+    for folder in _inside(output):
+        if UNFINISHED.fullmatch(folder.name) or (NAME.fullmatch(folder.name) and not (folder / STATE).is_file()):
             shutil.rmtree(folder)
 
 
-def _by_path(tree: Any) -> dict[str, jax.Array]:
+def _inside(output: Path) -> list[Path]:
+    folder = output / FOLDER
+    return [one for one in folder.iterdir() if one.is_dir()] if folder.is_dir() else []
+
+
+def _refuse(saved: Saved, findings: list[str]) -> None:
+    if findings:
+        raise CheckpointError(saved.folder, findings)
+
+
+def _targets(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    return {p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for p, a in _by_path(tree).items()}
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

@@ -1,8 +1,8 @@
 """`trillion-moe train`: a configuration and data to an adapter, or to a checkpoint where every weight is trained."""
 
 import argparse
+import dataclasses
 import json
-import math
 import os
 import sys
 import zlib
@@ -29,7 +29,7 @@ from trillion_moe.meshes.machine import layout_of, mesh_of
 from trillion_moe.model import Model
 from trillion_moe.programs import check_processes, checked, rows_of_a_pass
 from trillion_moe.run_config import RunConfig, RunConfigError, load_run_config, to_json
-from trillion_moe.sharding import Layout
+from trillion_moe.sharding import Layout, bytes_on_a_device
 from trillion_moe.train.report import picture
 from trillion_moe.train.trainer import Trainer, check_rows, count_updates, flat
 from trillion_moe.transforms import add_lora, count_by_group, partition
@@ -172,7 +172,7 @@ def _describe(model: Model, config: RunConfig, train: Examples, processor: Proce
     held = {"trainable": trainable, "frozen": frozen, "optimizer (two moments)": [*trainable, *trainable]}
     for name, arrays in held.items():
         line = f"{name:24} {sum(a.size for a in arrays):16,} numbers {sum(a.nbytes for a in arrays):16,} bytes"
-        print(line if model.layout is None else f"{line} {sum(map(_on_a_device, arrays)):16,} on a device")
+        print(line if model.layout is None else f"{line} {bytes_on_a_device(arrays):16,} on a device")
     if config.lora is None:
         for group, count in _sizes(model).items():
             print(f"of {group:21} {count:16,} numbers")
@@ -188,14 +188,11 @@ def _describe(model: Model, config: RunConfig, train: Examples, processor: Proce
 
 
 def _over(layout: Layout) -> str:
+    """Axes, and what is set of the rest."""
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
-    parts = "in one chunk" if layout.chunks == 1 else f"in {layout.chunks} chunks"
-    return f"over {axes or 'no axis'}: {layout.mesh.size:,} device(s), tokens to experts {layout.transport}, {parts}"
-
-
-def _on_a_device(array: jax.Array) -> int:
-    """Bytes."""
-    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    rest = [field for field in dataclasses.fields(layout) if field.name not in ("mesh", "rules")]
+    given = [f"{f.name} {getattr(layout, f.name)}" for f in rest if getattr(layout, f.name) != f.default]
+    return ", ".join([f"over {axes or 'no axis'}: {layout.mesh.size:,} device(s)", *given])
 
 
 def _sizes(model: Model) -> Counter[str]:

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from trillion_moe.checkpoint.errors import CheckpointError
+
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 SHOWN = ("loss", "lr", "grad_norm", "tokens_per_s", "expert_load")  # by the bar, which adds memory and time left
 Line = Mapping[str, Any]
@@ -90,11 +92,23 @@ def memory() -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file; a last one that was cut off is left out."""
+    """The complete lines of a metrics file; a last one that was cut off is left out. CheckpointError with the numbers
+    of others that are none."""
     if not path.is_file():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    *complete, _ = path.read_bytes().split(b"\n")
+    lines = [_line(text) for text in complete]
+    if bad := [number for number, line in enumerate(lines, 1) if line is None]:
+        raise CheckpointError(path, [f"line {number} is no line of metrics: take it out" for number in bad])
+    return [line for line in lines if line is not None]
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and "kind" in line and isinstance(line.get("step"), int) else None
 
 
 def picture(output: Path) -> Path:

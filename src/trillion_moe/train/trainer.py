@@ -29,7 +29,7 @@ from trillion_moe.programs import gradients as _gradients
 from trillion_moe.programs import over_all, rows_of_a_pass
 from trillion_moe.programs import update as _update
 from trillion_moe.run_config import RunConfig, RunConfigError, check_balance
-from trillion_moe.sharding import Layout, check_batch, put, relaid
+from trillion_moe.sharding import Layout, check_batch, put, relaid, shardings
 from trillion_moe.train import checkpoints
 from trillion_moe.train.capacity import Capacity
 from trillion_moe.train.report import NoReport, Report
@@ -93,7 +93,8 @@ class Trainer:
 
     def run(self, *, quiet: bool = False) -> Result:
         """Raises NotFiniteError. SIGTERM and SIGINT save a checkpoint behind the update at hand and end the run; of
-        several processes, all of them wherever one is sent it."""
+        several processes, all of them wherever one is sent it. Then the trainer has the arrays of the result; where
+        these are not the last ones, no state of the optimizer."""
         report = (
             Report(self.output, start=self.step, total=self.total, dropped=self.dropped_rows, quiet=quiet)
             if self.processes.first
@@ -227,8 +228,11 @@ class Trainer:
         saved = checkpoints.agreed(self.output, self.best_step)
         if saved is None:
             raise CheckpointError(self.output, [f"the checkpoint of update {self.best_step}, the best one, is gone"])
-        trainable, _, *biases = _restored(saved, self._arrays())
-        return Result(combine(trainable, self._with(biases)), self.best_step)
+        weights, state, *biases = self._arrays()
+        jax.tree.map(lambda x: x.delete(), state)
+        self.trainable, self.opt_state, *biases = self._restored(saved, (weights, None, *biases))
+        self.frozen = self._with(biases)
+        return Result(combine(self.trainable, self.frozen), self.best_step)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -250,6 +254,35 @@ class Trainer:
             return self.trainable, self.opt_state
         return self.trainable, self.opt_state, partition(self.frozen, trainable=is_bias)[0]
 
+    def _restored(self, saved: checkpoints.Saved, now: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arrays of a checkpoint where `now` lies, which is given up. No state of the optimizer if that is None.
+
+        A checkpoint from other pipeline stages, which stack layers otherwise, needs room for both ways.
+        """
+        plan, was, part = self.trainable.plan, checkpoints.depth(saved), now[1] is None
+        if was == plan:
+            return checkpoints.restore(saved, now, part=part)
+        where, into = jax.tree.map(lambda x: x.sharding, now), self._as_stacked(was, now)
+        jax.tree.map(lambda x: x.delete(), now)
+        found = _under(plan, checkpoints.restore(saved, into, part=part))
+        return jax.tree.map(jax.device_put, found, where)
+
+    def _as_stacked(self, plan: Plan, now: tuple[Any, ...]) -> Any:
+        """What `now` would be under another depth plan: no arrays, but their shapes, dtypes and shardings; of stages
+        every device has all."""
+        model = jax.eval_shape(lambda m: restack(m, plan), combine(self.trainable, self.frozen))
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        at = shardings(model, self.layout, whole=("stages",)) if self.layout else jax.tree.map(lambda _: one, model)
+
+        def laid(x, sharding):
+            return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        def one_of(was, x):
+            alone = not isinstance(was, Model)
+            return laid(x, was.sharding) if alone else jax.tree.map(laid, x, at, is_leaf=lambda x: x is None)
+
+        return jax.tree.map(one_of, now, jax.eval_shape(lambda t: _under(plan, t), now), is_leaf=_is_model)
+
     def _with(self, biases: Sequence[Any]) -> Any:
         """What is frozen, with the biases of a checkpoint that has them."""
         return combine(biases[0], partition(self.frozen, trainable=is_bias)[1]) if biases else self.frozen
@@ -263,7 +296,7 @@ class Trainer:
         ):
             was = ", ".join(f"{k} was {latest.state['config'].get(k)!r}, is {ours.get(k)!r}" for k in different)
             raise RunConfigError(f"{self.output} holds a run of another configuration: {was}; choose another output")
-        self.trainable, self.opt_state, *biases = _restored(latest, self._arrays())
+        self.trainable, self.opt_state, *biases = self._restored(latest, self._arrays())
         self.frozen = self._with(biases)
         if self.layout is not None and (was := latest.state["capacity"]) in self.layout.capacities:
             self._take(was)
@@ -282,20 +315,13 @@ class Trainer:
         return next((found[i] for i in sorted(found) if found[i] is not None), None)
 
 
-def _restored(saved: checkpoints.Saved, now: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arrays of a checkpoint where `now` lies, also from other pipeline stages: these stack layers otherwise."""
-    plan, was = now[0].plan, checkpoints.depth(saved)
-    if was == plan:
-        return checkpoints.restore(saved, now)
-    found = _under(plan, checkpoints.restore(saved, _under(was, now)))
-    return jax.tree.map(lambda x, at: jax.device_put(x, at.sharding), found, now)
-
-
 def _under(plan: Plan, tree: Any) -> Any:
     """With every model in the tree, of weights or of their moments, under a depth plan."""
-    return jax.tree.map(
-        lambda x: restack(x, plan) if isinstance(x, Model) else x, tree, is_leaf=lambda x: isinstance(x, Model)
-    )
+    return jax.tree.map(lambda x: restack(x, plan) if isinstance(x, Model) else x, tree, is_leaf=_is_model)
+
+
+def _is_model(x: Any) -> bool:
+    return isinstance(x, Model)
 
 
 def comparable(config: RunConfig) -> dict[str, Any]:
