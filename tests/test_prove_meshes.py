@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import mesh_tools, prove_meshes, test_pipeline, test_sharding
-from tests.mesh_tools import Found
+from tests.mesh_tools import GRADIENT_BAR, LOSS_BAR, Found
 from tests.prove_meshes import FEATURES, MESHES, REFUSED, features_of, label, main
 
 from trillion_moe.sharding import AXES, Layout, LayoutError
@@ -119,3 +119,14 @@ def test_counts_that_differ_are_an_error() -> None:
             mesh_tools.differences(dataclasses.replace(one, sums=one.sums | changed), one, Layout.make({"dp": 2}))
     with pytest.raises(AssertionError):
         mesh_tools.differences(dataclasses.replace(one, grads={}), one, Layout.make({"dp": 2}))
+
+
+def test_what_is_committed_is_of_all_of_them() -> None:
+    report = json.loads((Path(__file__).parents[1] / "docs" / "proof" / "meshes.json").read_text())
+    expected = [(label(sizes), feature) for sizes, _ in MESHES for feature in features_of(sizes)]
+    assert [(row["mesh"], row["feature"]) for row in report["rows"]] == expected
+    assert report["failed"] == 0
+    for row in report["rows"]:
+        refused = (row["feature"], row["mesh"]) in REFUSED
+        assert ("refused" in row) == refused
+        assert refused or (row["loss"] <= LOSS_BAR and row["gradient"] <= GRADIENT_BAR)

@@ -1,6 +1,9 @@
 """Checksums beside their definition in NumPy, over meshes, and what they notice."""
 
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -83,3 +86,23 @@ def test_what_it_notices(dtype: str) -> None:
     assert len({checksums({"x": array})["x"], *found}) == len(others) + 1
     row = jnp.zeros((4, 6), dtype).at[0, 0].set(1)
     assert checksums({"x": row}) != checksums({"x": row[:, ::-1]}) != checksums({"x": row[::-1]})
+
+
+MANY = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from trillion_moe.checkpoint.checksums import checksums
+from trillion_moe.sharding import Layout
+
+where = NamedSharding(Layout.make({"ep": 8}).mesh, P("ep"))
+arrays = {f"{i}": jax.device_put(jnp.full((8, 64), i), where) for i in range(60)}
+for _ in range(10):
+    assert len(set(checksums(arrays).values())) == 60
+"""
+
+
+def test_many_arrays() -> None:
+    """All underway at once they take each other's threads on CPU, until XLA ends the process."""
+    eight = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
+    ended = subprocess.run([sys.executable, "-c", MANY], env=eight, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]

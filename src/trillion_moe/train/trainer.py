@@ -171,6 +171,7 @@ class Trainer:
             key = jax.random.fold_in(jax.random.key(self.config.seed), number)
             t, given = self.config.train, on_devices(batch, self.layout)
             static = {"remat": t.remat, "dropout": t.dropout, "balance": t.balance}
+            jax.block_until_ready(sums)  # two passes underway are enough; 33 programs over a mesh of CPUs may never end
             new = self._run(_gradients, self.trainable, self.frozen, given, key, shaped=given, **static)
             passes.append((_lines(batch), new[1]["loss"]))
             grads, sums = new if grads is None else self._run(_add, grads, sums, new)
@@ -196,6 +197,7 @@ class Trainer:
         passes, sums = [], []
         for batch in self.held_out:
             given = on_devices(batch, self.layout)
+            jax.block_until_ready(sums[-1:])
             sums.append(self._run(_evaluation, self.trainable, self.frozen, given, shaped=given))
             passes.append((_lines(batch), sums[-1][0]))
         total, tokens, correct, dropped = (sum(map(float, x)) for x in zip(*sums, strict=True))
