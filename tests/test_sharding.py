@@ -124,7 +124,7 @@ def test_in_bfloat16(name: str, sizes: dict[str, int], options: dict, most: floa
     assert 0.01 < off(one) < most
     assert off(mesh) <= 1.2 * off(one)
     for n, array in one.items():  # none is lost
-        assert np.linalg.norm(mesh[n]) >= 0.5 * np.linalg.norm(array), n
+        assert np.linalg.norm(mesh[n]) >= 0.1 * np.linalg.norm(array), n
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
