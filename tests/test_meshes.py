@@ -185,7 +185,7 @@ def test_the_readmes_own_machine(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "mine.py").write_text(code)
     layout = machine(str(tmp_path / "mine.py")).layout()
-    assert (layout.size("pp"), layout.size("ep"), layout.microbatches) == (2, 2, 4)
+    assert (layout.size("fsdp"), layout.size("ep")) == (2, 2)
     assert layout.transport == "all_to_all"
 
 
