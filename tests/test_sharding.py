@@ -123,8 +123,8 @@ def test_in_bfloat16(name: str, sizes: dict[str, int], options: dict, most: floa
 
     assert 0.01 < off(one) < most
     assert off(mesh) <= 1.2 * off(one)
-    for n, array in one.items():  # none is lost
-        assert np.linalg.norm(mesh[n]) >= 0.1 * np.linalg.norm(array), n
+    for n, array in exact.items():  # 1.4 found; what is lost is 2.6 times as far off and more, where it is not noise
+        assert np.linalg.norm(mesh[n] - array) <= 2 * np.linalg.norm(one[n] - array), n
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
